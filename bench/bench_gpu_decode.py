@@ -39,7 +39,7 @@ from tilewise.cli.progress import Progress
 WRONG = 1e-2  # the error of bf16 is 2e-3
 PEERS = ("cudnn", "fa2", "fa3", "sdpa", *cases.SAME_CACHE_PEERS)
 BARS = ("cudnn", "fa3")  # the target is the better of them
-OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, *cases.UNEVEN)
+OURS = ("dense", "lengths", "inside", *cases.PAGE_BARS, *cases.FLOAT8, *cases.LOG_NORMAL)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

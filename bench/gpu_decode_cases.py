@@ -16,7 +16,7 @@ from gpu_contestants import fa3_installed
 
 HEAD_DIM = 128
 HEADS = ((32, 8), (32, 32), (64, 8), (16, 1))  # query heads, key/value heads
-# Not only powers of two, with which all waves of CTAs are full.
+# Includes numbers that are not powers of two and so leave the last wave of CTAs partly empty.
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 KEYS = tuple(1024 * 2**i for i in range(8))
 PAGES = (1, 16, 64, 256)
@@ -25,14 +25,14 @@ MAX_BYTES = 20e9
 COPIES_BYTES = 200 << 20
 MAX_COPIES = 40
 
-# Ratio to the best peer; time relative to the contiguous cache with the same lengths.
+# Targets: least ratio to the best peer, and longest time relative to contiguous full caches.
 PEER_BAR = 1.0
 PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
-# float8_e4m3 caches (half the bytes), each with the bf16 contestant of the same number of keys.
+# float8_e4m3 caches (half the bytes), each with the bf16 contestant that reads the same keys.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
 # Log-normal lengths, contiguous and in pages of this many keys.
-UNEVEN = {"uneven": 0, "uneven page1": 1, "uneven page16": 16}
-# Peers with the same lengths and pages as ours.
+LOG_NORMAL = {"uneven": 0, "uneven page1": 1, "uneven page16": 16}
+# Peers, each with the contestant of Tilewise that has the same lengths and pages.
 SAME_CACHE_PEERS = {
     f"cudnn {n}": n for n in ("lengths", "inside", "uneven", "page16", "page64", "uneven page16")
 }
@@ -103,7 +103,7 @@ class Inputs:
 
 
 def draw(case: Case, device: str) -> Inputs:
-    """Standard normal entries."""
+    """Draws tensors with standard normal entries."""
     generator = torch.Generator(device).manual_seed(case.keys + case.batch)
 
     def normal(*shape: int) -> Tensor:
@@ -151,7 +151,7 @@ class Contestant:
 
 
 def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
-    """Ours with every layout of the cache, and the peers, which use contiguous caches."""
+    """Tilewise with every layout of the cache, then the peers."""
 
     def ours(lengths: Tensor, size: int = 0, float8: bool = False) -> Call:
         options = {"cache_seqlens": lengths}
@@ -170,7 +170,7 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
     for name, size in zip(FLOAT8, (0, 16, 64), strict=True):
         yield Contestant(name, ours(x.full, size, float8=True), x.full, size, float8=True)
     if case.batch > 1:
-        for name, size in UNEVEN.items():
+        for name, size in LOG_NORMAL.items():
             yield Contestant(name, ours(x.uneven, size), x.uneven, size)
     q = x.q.transpose(1, 2)
     heads_first = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in x.caches]

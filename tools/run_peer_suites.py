@@ -12,6 +12,7 @@ process's share of the GPU runs again at the end, by itself. Outcomes:
     skipped      skipped by the test itself
     refused      a call raised NotImplementedError
     deselected   documented as different (tools/peer_suites/known.py), or larger than --largest
+    out of memory   even without other processes on the GPU
     not run      the time had run out
 """
 

@@ -41,10 +41,10 @@ class Client:
         return http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
 
     @contextlib.contextmanager
-    def asked(
+    def requested(
         self, method: str, path: str, body: Any = None
     ) -> Iterator[http.client.HTTPConnection]:
-        """Send the request, and close the connection at the end."""
+        """A connection on which the request has been sent; it is closed at the end."""
         connection = self.connection()
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
         with contextlib.closing(connection):
@@ -55,7 +55,7 @@ class Client:
     def answered(
         self, method: str, path: str, body: Any = None
     ) -> Iterator[http.client.HTTPResponse]:
-        with self.asked(method, path, body) as connection, connection.getresponse() as response:
+        with self.requested(method, path, body) as connection, connection.getresponse() as response:
             yield response
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any, dict[str, str]]:

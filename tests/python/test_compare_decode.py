@@ -38,18 +38,18 @@ def test_medians_of_runs_are_compared():
 
 
 def test_builds_alternate(builds, monkeypatch, capsys):
-    asked = []
+    calls = []
 
     def turn(library, rest):
-        asked.append((library.name, tuple(rest)))
+        calls.append((library.name, tuple(rest)))
         return {"B1 S1024 32/8": {"lengths": 6.0 if library.name == "old" else 5.0}}
 
     monkeypatch.setattr(compare_decode, "turn", turn)
     path = builds / "result.json"
     arguments = [str(builds / "old"), str(builds / "new"), "--json", str(path), "--", "--quick"]
     assert compare_decode.main(arguments) == 0
-    assert [name for name, _ in asked] == ["old", "new", "new", "old"]
-    assert {rest for _, rest in asked} == {("--quick",)}
+    assert [name for name, _ in calls] == ["old", "new", "new", "old"]
+    assert {rest for _, rest in calls} == {("--quick",)}
     assert "6.0 -> 5.0 (1.20)" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert found["means"] == {"lengths": pytest.approx(1.2)} and found["arguments"] == ["--quick"]

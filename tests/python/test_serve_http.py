@@ -119,7 +119,7 @@ def test_abandoned_streams_free_their_pages(client):
         for _ in range(4):
             stream = client.answered("POST", "/v1/completions", {**body, "stream": True})
             assert next(sent(connections.enter_context(stream)))
-        connections.enter_context(client.asked("POST", "/v1/completions", body))  # not streamed
+        connections.enter_context(client.requested("POST", "/v1/completions", body))  # not streamed
         deadline = time.monotonic() + PATIENCE
         while client.metrics()["requests_total"] < before["requests_total"] + 6:
             assert time.monotonic() < deadline

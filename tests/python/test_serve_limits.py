@@ -223,12 +223,12 @@ FUZZ = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_fields_are_read_or_refused(path, data):
     body = data.draw(BODIES[path] | VALUES)
     try:
-        asked = READ[path](body)
-        asked.tokens(models.Characters())
+        parsed = READ[path](body)
+        parsed.tokens(models.Characters())
     except serve_requests.RefusedError as error:
         assert len(str(error)) < 1000 and error.status == 400
     else:
-        assert 0 <= asked.params.temperature <= 2 and 0 < asked.params.top_p <= 1
+        assert 0 <= parsed.params.temperature <= 2 and 0 < parsed.params.top_p <= 1
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -263,27 +263,27 @@ def test_any_bytes_are_answered_or_refused(client, body):
 
 
 def test_temperature_near_zero_does_not_affect_other_requests(client):
-    asked = [dict(prompt=f"{i} tiles", max_tokens=12, temperature=0.8, seed=i) for i in range(4)]
-    alone = [client.complete(**a)["choices"] for a in asked]
+    bodies = [dict(prompt=f"{i} tiles", max_tokens=12, temperature=0.8, seed=i) for i in range(4)]
+    alone = [client.complete(**a)["choices"] for a in bodies]
     cold = dict(prompt="cold", max_tokens=12, temperature=1e-40)
     greedy = client.complete(**{**cold, "temperature": 0})["choices"]
-    wait = in_threads([lambda a=a: client.complete(**a)["choices"] for a in [*asked, cold]])
+    wait = in_threads([lambda a=a: client.complete(**a)["choices"] for a in [*bodies, cold]])
     assert wait() == [*alone, greedy]
 
 
 def test_undecodable_tokens_end_one_request():
     tokenizer = Gate()
     with server(tokenizer=tokenizer, cache_tokens=256) as client:
-        asked = [dict(prompt=p, max_tokens=12, temperature=0) for p in ("one", "two", "six")]
-        texts = [client.complete(**a)["choices"][0]["text"] for a in asked]
+        bodies = [dict(prompt=p, max_tokens=12, temperature=0) for p in ("one", "two", "six")]
+        texts = [client.complete(**a)["choices"][0]["text"] for a in bodies]
         letters = [set(t) for t in texts]
         only = (letters[1] - letters[0] - letters[2]).pop()
         tokenizer.poison = ord(only) if ord(only) < 256 else ord(only) - 0x100
-        got = in_threads([lambda a=a: client.call("POST", COMPLETIONS, a) for a in asked])()
+        got = in_threads([lambda a=a: client.call("POST", COMPLETIONS, a) for a in bodies])()
         assert [status for status, *_ in got] == [200, 503, 200]
         assert [got[i][1]["choices"][0]["text"] for i in (0, 2)] == [texts[0], texts[2]]
         assert "the tokens cannot be decoded: KeyError" in got[1][1]["error"]["message"]
-        with client.answered("POST", COMPLETIONS, {**asked[1], "stream": True}) as response:
+        with client.answered("POST", COMPLETIONS, {**bodies[1], "stream": True}) as response:
             *_, last, done = sent(response)
         assert done == "[DONE]" and "cannot be decoded" in json.loads(last)["error"]["message"]
         assert client.call("GET", "/health/ready")[0] == 200
@@ -373,7 +373,7 @@ def test_client_that_leaves_before_its_first_token_frees_its_slot(stream):
     with server(cache_tokens=1024, max_running=1) as client:
         with client.answered("POST", COMPLETIONS, {**ENDLESS, "stream": True}) as first:
             assert next(sent(first))
-            with client.asked("POST", COMPLETIONS, {**ENDLESS, "stream": stream}):
+            with client.requested("POST", COMPLETIONS, {**ENDLESS, "stream": stream}):
                 eventually(lambda: client.metrics()["waiting"] == 1)
             eventually(lambda: client.metrics()["waiting"] == 0)
             assert client.metrics()["running"] == 1

@@ -106,15 +106,15 @@ def test_unsupported_field_is_named(kind, name, value, allowed):
     assert str(error).startswith(f"{name} is {value!r}, but must be {allowed}")
 
 
-def test_refusal_lists_the_honoured_fields(kind):
+def test_refusal_lists_the_supported_fields(kind):
     read, body = kind
     message = str(refusal(read, {**body, "nonsense": 1}))
-    honoured = message.partition(LEFT_OUT)[2].split(", ")
+    supported = message.partition(LEFT_OUT)[2].split(", ")
     limits = {"max_completion_tokens"} if read is serve_requests.chat else set()
-    assert set(honoured) == limits | {*body} | {
+    assert set(supported) == limits | {*body} | {
         "model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options",
     }  # fmt: skip
-    assert read({**body, **dict.fromkeys(honoured[1:])}) == read(body)
+    assert read({**body, **dict.fromkeys(supported[1:])}) == read(body)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in WRONG}))
@@ -140,8 +140,8 @@ def test_neutral_values_are_accepted(kind):
 def test_stream_options(kind):
     read, body = kind
     assert not read(body).include_usage
-    asked = read({**body, "stream_options": dict(include_usage=True, other=None, more=False)})
-    assert asked.include_usage
+    parsed = read({**body, "stream_options": dict(include_usage=True, other=None, more=False)})
+    assert parsed.include_usage
     for name, value, allowed in (
         ("include_usage", 2, "true or false"),
         ("continuous_usage_stats", True, LEFT_OUT + "include_usage"),
@@ -151,12 +151,12 @@ def test_stream_options(kind):
         assert str(error) == f"{error.param} is {value!r}, but must be {allowed}"
 
 
-def test_honoured_fields_are_passed_on(kind):
+def test_supported_fields_are_passed_on(kind):
     read, body = kind
     given = dict(max_tokens=3, temperature=0, top_p=0.5, seed=-7, stop="x", stream=True)
-    asked = read({**body, **given, "model": "m"})
-    assert asked.params == SamplingParams(3, 0, 0.5, -7, ("x",))
-    assert (asked.model, asked.stream, asked.limit) == ("m", True, "max_tokens")
+    parsed = read({**body, **given, "model": "m"})
+    assert parsed.params == SamplingParams(3, 0, 0.5, -7, ("x",))
+    assert (parsed.model, parsed.stream, parsed.limit) == ("m", True, "max_tokens")
     assert read({**body, "stop": ["x", "y"]}).params.stop == ("x", "y")
 
 
@@ -183,9 +183,11 @@ def test_prompt_of_the_wrong_kind(prompt):
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
 def test_prompts(prompt):
-    asked = serve_requests.completion(dict(prompt=prompt))
-    assert asked.tokens(models.Characters()) == [*(prompt.encode() if prompt == "text" else prompt)]
-    assert asked.params == SamplingParams(16) and asked.limit is None
+    parsed = serve_requests.completion(dict(prompt=prompt))
+    assert parsed.tokens(models.Characters()) == [
+        *(prompt.encode() if prompt == "text" else prompt)
+    ]
+    assert parsed.params == SamplingParams(16) and parsed.limit is None
 
 
 @pytest.mark.parametrize(("read", "name"), [(r, *body) for r, body in KINDS.values()])
@@ -196,17 +198,17 @@ def test_missing_prompt(read, name, given):
 
 
 def test_prompt_that_is_not_unicode_is_refused():
-    asked = serve_requests.completion(dict(prompt="half a character: \ud800"))
+    parsed = serve_requests.completion(dict(prompt="half a character: \ud800"))
     with pytest.raises(RefusedError, match="prompt must fit the model's tokenizer, which") as e:
-        asked.tokens(models.Characters())
+        parsed.tokens(models.Characters())
     assert e.value.param == "prompt"
 
 
 def test_max_tokens_has_two_names_in_a_chat():
     body = dict(messages=[USER])
     for name in ("max_tokens", "max_completion_tokens"):
-        asked = serve_requests.chat({**body, name: 5})
-        assert asked.params.max_tokens == 5 and asked.limit == name
+        parsed = serve_requests.chat({**body, name: 5})
+        assert parsed.params.max_tokens == 5 and parsed.limit == name
     assert serve_requests.chat(body).params.max_tokens is None
     equal = serve_requests.chat({**body, "max_tokens": 5, "max_completion_tokens": 5})
     assert equal.params.max_tokens == 5
@@ -219,26 +221,26 @@ def test_max_tokens_has_two_names_in_a_chat():
 
 # --- messages -------------------------------------------------------------------------------------
 
-NOT_HONOURED = dict(
+UNSUPPORTED = dict(
     tool_calls=[dict(function=dict(name="f"))], tool_call_id="call_1", name="Bob",
     function_call=dict(name="f"), audio=dict(id="a"), refusal="no", annotations=[dict(type="url")],
     prefix=True, n=1, user="me",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOT_HONOURED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 @pytest.mark.parametrize("content", ["hello", None])
 def test_unsupported_field_of_a_message(name, content):
-    value = NOT_HONOURED[name]
+    value = UNSUPPORTED[name]
     error = refused_message(dict(role="assistant", content=content) | {name: value})
     assert error.param == f"messages[1].{name}"
     assert str(error) == f"{error.param} is {value!r}, but must be {LEFT_OUT}role, content"
 
 
-@pytest.mark.parametrize("name", NOT_HONOURED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_null_and_empty_fields_of_a_message_are_accepted(name):
     expected = serve_requests.chat(dict(messages=[USER]))
-    for nothing in (None, type(NOT_HONOURED[name])()):
+    for nothing in (None, type(UNSUPPORTED[name])()):
         assert serve_requests.chat(dict(messages=[{**USER, name: nothing}])) == expected
 
 
@@ -306,8 +308,8 @@ def test_content_parts_that_are_not_text(part, param, sentence):
 
 def test_text_parts_are_joined():
     parts = [TEXT, dict(type="text", text="two", cache_control=None)]
-    asked = serve_requests.chat(dict(messages=[USER, dict(role="user", content=parts)]))
-    assert asked.prompt == [USER, dict(role="user", content="one, two")]
+    parsed = serve_requests.chat(dict(messages=[USER, dict(role="user", content=parts)]))
+    assert parsed.prompt == [USER, dict(role="user", content="one, two")]
     assert serve_requests.message(dict(role="user", content=[]), "m")["content"] == ""
 
 

@@ -76,7 +76,7 @@ def test_varlen_equals_a_loop(name, bounded):
     )
     wanted, wanted_lse = each_sequence(q, k, v, **options)
     assert torch.allclose(out, wanted, atol=1e-6)
-    # These include sequences without rows or keys; a sink by itself still makes a softmax.
+    # Some sequences have no rows or no keys; with a sink, even a row without keys has a finite lse.
     assert torch.allclose(lse[:, :41], wanted_lse[:, :41], atol=1e-6)
     for grad, wanted_grad in zip(
         gradients(out, lse[:, :41], leaves), gradients(wanted, wanted_lse[:, :41], leaves),
@@ -150,7 +150,7 @@ WRONG_ENTRIES = {
 
 @pytest.mark.parametrize("name", WRONG_ENTRIES)
 def test_entries_are_checked_on_request(name):
-    """On the CPU they always are; on a GPU `check` waits for the GPU to do so."""
+    """The CPU always checks index entries; a GPU does with `check`, which waits for the GPU."""
     changes = {n: int32(x) if isinstance(x, list) else x for n, x in WRONG_ENTRIES[name].items()}
     starts = int32([0, 5, 9, 20])
     q, k = torch.randn(20, 2, 8), torch.randn(20, 2, 8)

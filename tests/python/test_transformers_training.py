@@ -45,11 +45,11 @@ def test_dropout_only_while_training(
         model = encoder("BertConfig", **dropout)
     ids, mask = hf_models.tokens(3, 20), hf_models.paddings(3, 20)[padding]
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    asked: list[float] = []
+    probabilities: list[float] = []
     real = _ops.forward
 
     def spy(q: Tensor, k: Tensor, v: Tensor, options: _ops.Options) -> tuple[Tensor, Tensor]:
-        asked.append(options.dropout_p)
+        probabilities.append(options.dropout_p)
         return real(q, k, v, options)
 
     monkeypatch.setattr(_ops, "forward", spy)
@@ -59,10 +59,10 @@ def test_dropout_only_while_training(
         return m(ids, attention_mask=mask)[0][kept].detach()
 
     expected, given = hf_models.under_both(model.eval(), run)
-    assert hf_models.relative(given, expected) < TOLERANCE and not any(asked)
-    asked.clear()
+    assert hf_models.relative(given, expected) < TOLERANCE and not any(probabilities)
+    probabilities.clear()
     dropped = run(model.train(), 1)
-    assert asked == [0.5] * model.config.num_hidden_layers
+    assert probabilities == [0.5] * model.config.num_hidden_layers
     assert torch.equal(run(model, 1), dropped)
     for other in (given, run(model, 2)):
         assert hf_models.relative(other, dropped) > 100 * TOLERANCE

@@ -70,8 +70,8 @@ def test_nothing_newer_than_the_policy_is_required(compiler, tmp_path):
     assert manylinux_stubs.main(["2.28", str(stubs), compiler]) == 0
     options = [f"-L{stubs}", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
     library = build(compiler, tmp_path / "libold.so", CODE, *options)
-    asked, limits = newest(library), manylinux_stubs.POLICIES["2.28"]
-    assert asked and all(asked[name] <= limits[name] for name in asked), asked
+    needed, limits = newest(library), manylinux_stubs.POLICIES["2.28"]
+    assert needed and all(needed[name] <= limits[name] for name in needed), needed
     program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).compute(ctypes.c_double(1)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "42\n", done.stderr

@@ -60,7 +60,7 @@ class Shape:
 
 
 def shapes() -> Iterator[Shape]:
-    """Every tile and form."""
+    """Problems for every tile and form."""
     for dtype in DTYPES:
         for dim in (64, 96, 128, 192, 256, 512):
             plain = Shape(f"{dtype}-d{dim}", dtype, dim, sinks=True)
@@ -142,7 +142,7 @@ def options(dtype: str) -> Iterator[Shape]:
 
 
 def problems(only: str = "") -> dict[str, Shape | None]:
-    """All problems whose name contains `only`; a value of None means one of append.py."""
+    """All problems whose name contains `only`; None stands for a problem of append.py."""
     named: dict[str, Shape | None] = {s.name: s for s in shapes()}
     return {n: s for n, s in (named | dict.fromkeys(APPENDS)).items() if only in n}
 

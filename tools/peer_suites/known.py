@@ -16,7 +16,7 @@ def _fp8(arguments: _Arguments) -> bool:
     return "float8" in str(arguments.get("dtype"))
 
 
-# (function, or "" for every function; whether a case is concerned; the difference)
+# (test function, or "" for all; whether the difference affects a case; the difference)
 DIFFERENCES: list[tuple[str, Callable[[_Arguments], bool], str]] = [
     ("", _fp8, "q of float8 has no kernel"),
     ("test_flash3_bw_compatibility", _always, "the schemas of private operators"),
@@ -24,19 +24,19 @@ DIFFERENCES: list[tuple[str, Callable[[_Arguments], bool], str]] = [
     (
         "test_flash_attn_varlen_paged_kv_num_splits",
         _always,
-        "key splits over pages are supported here and refused there",
+        "key splits over pages are supported by Tilewise and refused by the original",
     ),
     (
         "test_flash_attn_kvcache_paged_block_table_bounds",
         _always,
-        "there, the host waits for the GPU to read lengths from it",
+        "the original waits for the GPU to read the lengths on the host",
     ),
 ]
 
-# Replacements that the files get for private parts of the original.
+# Private parts of the original that are replaced when its files are imported.
 ADAPTED = {
     "normalize_flash_attn_S": "S_dmask has the probabilities, which need no scaling",
-    "_get_block_size_n": "a private function on which nothing depends here",
+    "_get_block_size_n": "a private function without effect on Tilewise",
     "USE_TRITON_ROCM": "False",
 }
 

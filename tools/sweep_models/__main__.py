@@ -27,11 +27,11 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--again", nargs="+", default=(), metavar="STATE")
     parser.add_argument(
-        "--stale", action="store_true", help="also repeat results from other sources"
+        "--stale", action="store_true", help="also repeat results of other source code"
     )
     parser.add_argument("--only", nargs="+", metavar="CLASS")
     parser.add_argument("--mappings", nargs="+", metavar="NAME", help="such as BASE CAUSAL_LM")
-    parser.add_argument("--page", action="store_true", help="sweep nothing")
+    parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, default=ROOT / "docs/results/models.json")
     parser.add_argument("--write-page", type=Path, default=ROOT / "docs/integrations/models.md")
@@ -54,7 +54,7 @@ def main() -> int:
         ]
         unknown = sorted(set(names) - set(targets))
         if unknown:
-            parser.error(f"no auto-mapping has {', '.join(unknown)}")
+            parser.error(f"Transformers has no auto-mapping with {', '.join(unknown)}")
         _sweep(names, args.processes, results)
     args.write_page.write_text(page.page(results, targets))
     print(page.summary(results))

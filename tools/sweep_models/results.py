@@ -1,4 +1,4 @@
-"""The results file, with which an interrupted sweep continues."""
+"""The results file; an interrupted sweep continues from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _code(text: str) -> str:
 
 
 class Results:
-    """Results by class. ``versions`` are the versions they were made with."""
+    """Results by class. ``versions`` are those of the installed packages, ``stored`` the file's."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class Results:
             "torch": metadata.version("torch").partition("+")[0],
             "python": platform.python_version(),
         }
-        self.stored: dict[str, str] = {}  # versions stored in the file
+        self.stored: dict[str, str] = {}
         if path.exists() and not fresh:
             stored = json.loads(path.read_text())
             self.stored = stored["versions"]
