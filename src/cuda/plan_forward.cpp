@@ -364,7 +364,7 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   if (plan.dynamic_scheduling) regions.tile_counter = workspace.take<int32_t>(4);
   if (plan.family == Family::wgmma)
     regions.recompute_list =
-        workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsOfWarp);
+        workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsPerWarp);
   if (plan.nan_recompute != nullptr)
     regions.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
   if (plan.last_cta_combines) regions.arrivals = workspace.take<ChunkArrivals>(plan.tiles);

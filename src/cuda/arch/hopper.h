@@ -17,7 +17,7 @@ struct Sm90a {
   static constexpr WgmmaForwardTile forward(int head_dim, int head_dim_v, TileSize size) {
     const int widest = head_dim > head_dim_v ? head_dim : head_dim_v;
     if (widest <= 64) {
-      // Four warpgroups and short key tiles: 1.05x at 512 and 1k rows.
+      // Four warpgroups and short key tiles are 1.05x as fast as the large tile at 512 and 1k rows.
       if (size == TileSize::small)
         return {.consumer_warpgroups = 4,
                 .keys = 64,
@@ -42,8 +42,9 @@ struct Sm90a {
     if (size == TileSize::small) return {};
     // 144, 160 and 176 keys reach 0.80 to 1.03 of this tile's speed. Loops for single options have
     // enough registers here (D128: softcap 58 -> 76 % of the fast path's speed); in other tiles
-    // they spill, and each takes 10 s to compile. Ping-pong gains up to 6 % where steps take no
-    // maximum (causal; 5 to 16 % with dropout) and loses 2 % where they do (more than one option).
+    // they spill, and each takes 10 s to compile. Ping-pong gains up to 6 % (causal; 5 to 16 % with
+    // dropout) in loops whose steps do not compute the maximum of their scores, and loses 2 % in
+    // the loop for more than one option, whose steps do.
     if (widest <= 128)
       return {.consumer_warpgroups = 2,
               .keys = 128,
@@ -93,7 +94,8 @@ struct Sm90a {
 
   static constexpr WgmmaBackwardTile backward(int head_dim, TileSize size) {
     const bool small = size == TileSize::small;
-    // Latency-bound: many queries per step, and row statistics are read where they are used.
+    // These head dims are latency-bound, so a step has many queries, and row statistics are read
+    // where they are used (no preload).
     if (head_dim <= 64)
       return small ? WgmmaBackwardTile{}
                    : WgmmaBackwardTile{.keys = 128,
@@ -104,7 +106,7 @@ struct Sm90a {
                                        .consumer_registers = 240,
                                        .producer_registers = 24,
                                        .option_loops = true};
-    // 80 queries are faster when a CTA has many steps; 64 lose less at a causal edge.
+    // 80 queries per step are faster when a CTA has many steps; 64 waste less at a causal edge.
     if (head_dim <= 128)
       return small ? WgmmaBackwardTile{.keys = 128,
                                        .queries = 64,

@@ -27,7 +27,7 @@ struct BackwardTile {
   int query_warps;
   int queries;
   int stages;          // of Q and dO; with 3, dS is double-buffered: one barrier per step
-  bool early_barrier;  // the barrier precedes the own part of dK
+  bool early_barrier;  // the barrier precedes the products of dK with the warp's own queries
   int blocks_per_sm;
 
   constexpr int keys() const { return key_warps * 32; }
@@ -37,7 +37,7 @@ struct BackwardTile {
 // Forward (wgmma): consumer warpgroups of 64 query rows each and one producer warpgroup. K and V
 // pass through a pipeline of `stages` tiles of `keys` rows each, Q through `q_buffers`.
 struct WgmmaForwardTile {
-  static constexpr int kRowsOfWarp = 16;
+  static constexpr int kRowsPerWarp = 16;
   int consumer_warpgroups;
   int keys;
   int stages;
@@ -46,14 +46,14 @@ struct WgmmaForwardTile {
   bool overlap_tiles;  // the first scores of the next tile overlap the last product of this one
   int consumer_registers;
   int producer_registers;
-  bool option_loops;  // a loop per option of the general form, for when no other is on
+  bool option_loops;  // the general form has one more loop per option, for calls with only that one
 
   constexpr int rows() const { return 64 * consumer_warpgroups; }
   constexpr int threads() const { return 128 * (consumer_warpgroups + 1); }
 };
 
-// Backward (wgmma): when a consumer warpgroup sends the dQ of a step to its sums. The fence that
-// this needs waits for all products that are queued.
+// Backward (wgmma): when a consumer warpgroup adds the dQ of a step to the sums in global memory.
+// The fence that this needs waits for all products that are queued.
 enum class SendDq {
   at_once,       // at the end of the step
   under_scores,  // when the next S and dP have been issued
@@ -70,7 +70,7 @@ struct WgmmaBackwardTile {
   SendDq send;
   int consumer_registers;
   int producer_registers;
-  bool option_loops;  // a loop per option of the general form, for when no other is on
+  bool option_loops;  // the general form has one more loop per option, for calls with only that one
 
   constexpr int threads() const { return 384; }  // two consumer warpgroups and one producer
 };

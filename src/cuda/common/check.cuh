@@ -90,8 +90,8 @@ struct Check {
   TILEWISE_DEVICE IndexFault keys() const {
     const IndexFault layout = key_layout();
     if (layout.any()) return layout;
-    // A thread checks the length of a sequence, a warp its pages. The pages of a sequence precede
-    // the length of the next one.
+    // A thread checks the length of a sequence, a warp its pages. Faults are reported in this
+    // order: length and pages of sequence 0, length and pages of sequence 1, ...
     uint32_t mine = kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch && mine == kNone; b += kCheckThreads)
       if (key_fault(p, b).any()) mine = static_cast<uint32_t>(b);

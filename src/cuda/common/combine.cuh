@@ -25,8 +25,8 @@ namespace tilewise::cuda::common {
 
 static_assert(kCombineWarps == CombineWeights::kChains);
 
-// Where the partial results of a row of a head lie, and where the row goes. All of it is known
-// before the main kernel is complete.
+// Where the partial results of a row of a head lie, and where the combined row is stored. All of it
+// is known before the main kernel is complete.
 struct CombinedRow {
   RowLocation location{};
   int64_t head = 0;
@@ -93,7 +93,8 @@ struct SplitRow : CombinedRow {
     second = first + stride;
   }
 
-  TILEWISE_DEVICE void combine_flags(const ForwardParams&) const {}  // Flags::any does it
+  // Nothing to do: Flags::any tests the flags of all splits.
+  TILEWISE_DEVICE void combine_flags(const ForwardParams&) const {}
 };
 
 // A row of chunks, whose partial results lie in the order of the main kernel's CTAs. Index:

@@ -15,8 +15,8 @@ namespace tilewise::cuda::common {
 // (near) pays nothing for it.
 enum class Reach { near, far };
 
-// From here on a row is far. Rounding lse changes a weight by a relative |lse| * 1e-7; 16-bit
-// elements tolerate 1e-4, fp32 tolerates 2e-6.
+// A row is far if its |lse| is larger than this. Rounding lse changes a weight by a relative |lse|
+// * 1e-7; 16-bit elements tolerate 1e-4, fp32 tolerates 2e-6.
 template <class Element>
 inline constexpr float kFarLse = Element::kBytes == 2 ? 0x1p10f : 0x1p4f;
 
@@ -25,8 +25,8 @@ TILEWISE_DEVICE bool is_far_row(float lse) {
   return __builtin_fabsf(lse) > kFarLse<Element> && lse - lse == 0.0f;
 }
 
-// Called by a prepare kernel: stores the origin of padded row `at`, its lse in two parts, or 0 if
-// it is not far. Returns whether it is far.
+// Called by a prepare kernel: stores the origin of padded row `at`, which is its lse in two parts
+// if the row is far, else 0. Returns whether the row is far.
 template <class Element>
 TILEWISE_DEVICE bool store_row_origin(const BackwardParams& p, int64_t at, const LogSum& sum) {
   const bool far = is_far_row<Element>(sum.lse);

@@ -14,8 +14,8 @@ namespace tilewise::cuda {
 // row(m, h), element (n, e) is key 8 n + column + e.
 //
 // Dropout bits are drawn for blocks of 16 keys of a row, of which a lane holds four keys. So the
-// lanes of a quad share the work: a lane draws whole blocks, those of number 2 i + drawn_block(),
-// for the one of its rows (m, 0) and (m, 1) that is (m, drawn_row()).
+// lanes of a quad share the work. A lane draws whole blocks for only one of its two rows (m, 0) and
+// (m, 1): the blocks 2 i + drawn_block() of row (m, drawn_row()).
 struct LanePosition {
   int32_t row0;
   int32_t column;

@@ -11,7 +11,7 @@
 
 namespace tilewise::cuda::common {
 
-// Those of one element type.
+// The kernels of one element type.
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_chunks;

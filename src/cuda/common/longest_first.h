@@ -28,7 +28,7 @@ class LongestFirst {
       long_ += ptx::count_ones(lanes_of(true, first));
   }
 
-  // The sequence in place `n` of the order.
+  // The sequence at position `n` of the order.
   TILEWISE_DEVICE int32_t at(int32_t n) const {
     if (long_ == 0) return n;
     const bool is_long = n < long_;

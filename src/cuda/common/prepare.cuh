@@ -322,7 +322,8 @@ struct Clear {
     const ClearTask& dk = params.keys[0];
     const ClearTask& dv = params.keys[1];
     if (dk.view.data == nullptr && dv.view.data == nullptr) return;
-    // In this case only keys behind the sequences can be unused, so no other key is tested.
+    // Without seqused_k, leftpad_k and gradients per sequence, only keys behind the sequences can
+    // be unused, so no other key is tested.
     int64_t first = 0;
     if (p.seqused_k == nullptr && p.leftpad_k == nullptr && !keys_per_sequence(p)) {
       if (p.cu_seqlens_k == nullptr)

@@ -153,22 +153,23 @@ struct QueryTile {
   Sequence sequence;
   QueryRows rows;
   KeyTiles tiles;
-  int32_t split;         // or the number of the chunk in its sequence
-  int32_t splits;        // or chunks of the sequence
+  int32_t split;         // number of the split, or of the chunk, in its sequence
+  int32_t splits;        // splits or chunks of the sequence
   HeadChunk head_chunk;  // only with a ChunkSchedule
 
   TILEWISE_DEVICE bool any() const { return rows.count > 0; }
   TILEWISE_DEVICE int32_t head(int32_t r) const { return rows.first_head + rows.head(r); }
-  // Offset of row r in q or out when heads are not packed, and of packed row r in general.
+  // Offset of row r in q or out if heads are not packed into the tile.
   TILEWISE_DEVICE int64_t offset_unpacked(const tilewise_tensor& view, int32_t r) const {
     return sequence.row_offset(view, rows.first + r) + rows.first_head * view.stride_head;
   }
+  // Offset of packed row r in q or out.
   TILEWISE_DEVICE int64_t offset(const tilewise_tensor& view, int32_t r) const {
     return offset_unpacked(view, 0) + rows.row(r) * view.stride_row +
            rows.head(r) * view.stride_head;
   }
 
-  // `splits`: of the sequence, if known; 0: they follow from its lengths.
+  // `splits`: the number of splits of the sequence, or 0 to compute it from the lengths.
   TILEWISE_DEVICE static QueryTile of(const ForwardParams& p, const TileOrder::WorkTile& tile,
                                       int32_t key_tile, int32_t splits = 0) {
     QueryTile w;
@@ -183,7 +184,7 @@ struct QueryTile {
     return w;
   }
 
-  // Entries of the block table that the key tiles, of `step` keys each, lie in.
+  // The entries of the block table that hold the key tiles, of `step` keys each.
   TILEWISE_DEVICE Range pages(const ForwardParams& p, int32_t step) const {
     if (sequence.kv.pages == nullptr || tiles.last < tiles.first) return {};
     const auto first = static_cast<int32_t>(sequence.kv.first);

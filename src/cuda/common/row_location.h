@@ -1,4 +1,5 @@
-// Finds the sequence of a row that is counted over all sequences, and tells whether it is in use.
+// Finds the sequence of a row or key from its number among those of all sequences, and whether the
+// row is in use.
 #pragma once
 
 #include "cuda/common/prepare.h"
@@ -20,20 +21,21 @@ TILEWISE_FN int64_t sequence_at(const int32_t* cu_seqlens, int64_t batch, int64_
   return low;
 }
 
-// Where a row (or key) lies in a tensor, and which one of which sequence it is.
+// Where a row (or key) lies in a tensor, its sequence, and its index in the sequence.
 struct RowLocation {
   int64_t batch;        // the sequence
   int64_t index;        // in the sequence
   int64_t batch_index;  // in the tensor's batch dimension; 0 for packed varlen tensors
   int64_t row;          // in the tensor
   bool in_use;
-  bool in_sequence;  // false behind the last sequence
+  bool in_sequence;  // false past the end of the last sequence
 
   TILEWISE_FN int64_t offset(const tilewise_tensor& view) const {
     return batch_index * view.stride_batch + row * view.stride_row;
   }
 };
 
+// The location of row `flat`, counted over all sequences, of q.
 TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t b = flat / p.seqlen_q;
@@ -47,7 +49,7 @@ TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   return {b, i, 0, flat, i >= 0 && i < used_rows(p, b).value, rows.contains(flat)};
 }
 
-// The same for row `flat` of dk and dv.
+// The same for row `flat` of dk and dv, that is, for a key.
 TILEWISE_FN RowLocation locate_key(const Problem& p, int64_t flat) {
   if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
     if (p.batch == 0) return {0, flat, 0, flat, false, false};

@@ -6,7 +6,8 @@
 
 namespace tilewise::cuda::common {
 
-// A CTA calls it at every point that may be the trigger.
+// A kernel calls it at every possible trigger point; only the point that the plan has chosen
+// triggers.
 TILEWISE_DEVICE void trigger_dependents(const ForwardParams& p, PdlTrigger here) {
   if (p.pdl_trigger == here) ptx::griddepcontrol_launch_dependents();
 }

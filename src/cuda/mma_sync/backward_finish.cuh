@@ -1,4 +1,5 @@
-// After the backward: dQ = scale * sums, part of dscale, and whether the sums are finite.
+// Runs after the main kernel of the backward and computes dQ = scale * sums, a partial sum of
+// dscale, and whether the sums are finite.
 //
 // One CTA per tile of query rows and query head. Its warps load the sums of a tile in the order of
 // dq_index, kInFlight subtiles at a time, and store rows of dQ; nothing passes between warps except
@@ -152,8 +153,8 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
 }
 
-// Writes dQ = scale * sums for the valid rows; computes part of dscale = sum(q dQ / scale) and
-// whether the sums are finite.
+// Writes dQ = scale * sums for the valid rows; computes the tile's partial sum of dscale = sum(q dQ
+// / scale), and whether the sums are finite.
 template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {

@@ -1,5 +1,5 @@
-// The properties of a CTA's key tile that are needed at edges only. They lie in shared memory,
-// since registers are scarce.
+// The properties of a CTA's key tile that are needed only where rows end or are masked. They lie in
+// shared memory, since registers are scarce.
 #pragma once
 
 #include "cuda/mma_sync/backward_plan.h"

@@ -22,7 +22,8 @@
 //   dQ = dS K            added to dq_sum with red.add, or in semaphore order (deterministic)
 // dS and P are double-buffered, so that this is the only barrier. With 2 stages a second barrier
 // opens the step, and Q and dO of tile i + 1 are copied beside S and dP; with 1 stage tile i + 1 is
-// copied at the end of the step. Without an early barrier dS is shared after the own part of dK.
+// copied at the end of the step. Without an early barrier the barrier follows the products of dK
+// with the warp's own queries.
 #pragma once
 
 #include "cuda/mma_sync/backward_keys.cuh"

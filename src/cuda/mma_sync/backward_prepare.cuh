@@ -1,4 +1,5 @@
-// Before the backward: row_lse and row_delta of each query row, and zeros for the sums of dQ.
+// Runs before the main kernel of the backward: computes row_lse and row_delta of each query row,
+// and zeroes the sums of dQ.
 //
 // One CTA per tile of query rows and query head. It zeroes its tile of dq_sum; then groups of
 // kLanes lanes each read rows of out and dout, kInFlight passes at a time, and reduce sum(out dout)

@@ -8,13 +8,13 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// For fp32, tensor cores sum groups of steps, and several groups are in flight, since products into
-// one accumulator wait for each other; kSums is the number of accumulators per group. Other
-// elements have one group.
+// For fp32, tensor cores sum groups of steps. Several groups are in flight, since products into one
+// accumulator wait for each other: kMaxInFlight of kSums accumulators each. Other elements have one
+// group.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
 template <class Element, int kSums>
-inline constexpr int kAtOnce = kOneGroup<Element> ? 1 : max(1, 8 / kSums);
+inline constexpr int kMaxInFlight = kOneGroup<Element> ? 1 : max(1, 8 / kSums);
 
 // d += a b^T: 32 rows of a (presplit) and the warp's queries of b, over the columns of the head
 // dimension. `between(k)` runs after step k and issues the copies of a later tile. The first group
@@ -26,7 +26,7 @@ class RowProduct {
   using Arch = typename C::Arch;
   static constexpr int kRowBytes = Plan::kRowBytes;
   static constexpr int kSteps = kRowBytes / 32;
-  static constexpr bool kWide = Plan::kWarpQueries == 8;
+  static constexpr bool kStepPairs = Plan::kWarpQueries == 8;
 
  public:
   using Sums = tile::Sums<2, Plan::kWarpQueries / 8>;
@@ -38,14 +38,14 @@ class RowProduct {
                            Between&& between) const {
     // Operands of b: 16 queries each, or the same 8 for two steps.
     constexpr int kColumns = max(1, Plan::kWarpQueries / 16);
-    constexpr int kAbreast = min(kColumns, kAtOnce<Element, 4>);
-    constexpr int kGroups = kAtOnce<Element, 4 * kAbreast>;
+    constexpr int kColumnsAtOnce = min(kColumns, kMaxInFlight<Element, 4>);
+    constexpr int kGroups = kMaxInFlight<Element, 4 * kColumnsAtOnce>;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : tile::kStepsInCore<Element>;
-    static_assert(kSteps % (kGroups * kInCore) == 0 && kColumns % kAbreast == 0);
+    static_assert(kSteps % (kGroups * kInCore) == 0 && kColumns % kColumnsAtOnce == 0);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroups * kInCore) {
       Sums parts[kGroups];
-      tile::Fragment<Element> columns[kGroups][kAbreast];
+      tile::Fragment<Element> columns[kGroups][kColumnsAtOnce];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) parts[g].fill(0.0f);
 #pragma unroll
@@ -58,13 +58,13 @@ class RowProduct {
             rows[g][m] = tile::load_presplit<Element>(a + a_.at(16 * m, first + g * kInCore + i));
         }
 #pragma unroll
-        for (int j = 0; j < kColumns; j += kAbreast) {
+        for (int j = 0; j < kColumns; j += kColumnsAtOnce) {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
             const int step = first + g * kInCore + i;
 #pragma unroll
-            for (int c = 0; c < kAbreast; ++c) {
-              if (!kWide)
+            for (int c = 0; c < kColumnsAtOnce; ++c) {
+              if (!kStepPairs)
                 columns[g][c] = tile::load<Element>(b + b_.at(16 * (j + c), step));
               else if (step % 2 == 0)
                 columns[g][c] = tile::load<Element>(b + b_.at(0, step / 2));
@@ -79,9 +79,9 @@ class RowProduct {
 #pragma unroll
               for (int m = 0; m < 2; ++m) {
 #pragma unroll
-                for (int n = 0; n < (kWide ? 1 : 2 * kAbreast); ++n) {
+                for (int n = 0; n < (kStepPairs ? 1 : 2 * kColumnsAtOnce); ++n) {
                   tile::multiply_term<Arch>(sums.x[m][2 * j + n], rows[g][m], columns[g][n / 2],
-                                            kWide ? i % 2 : n % 2, term);
+                                            kStepPairs ? i % 2 : n % 2, term);
                 }
               }
             }
@@ -102,11 +102,11 @@ class RowProduct {
   };
   template <int kUnused>
   struct Choose<true, kUnused> {
-    using Type = tile::WideOffsets<kRowBytes>;
+    using Type = tile::StepPairOffsets<kRowBytes>;
   };
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> a_;
-  typename Choose<kWide>::Type b_;
+  typename Choose<kStepPairs>::Type b_;
 };
 
 // d += a b for kSteps steps of kStep queries: 32 keys of P^T or dS^T, and the rows of dO or Q from
@@ -121,24 +121,24 @@ TILEWISE_DEVICE void add_steps(
   using Arch = typename C::Arch;
   constexpr bool kInPlace = kOneGroup<Element>;
   constexpr int kAll = BackwardPlan<C>::kColumns / 16;
-  constexpr int kAbreast = min(kAll, kAtOnce<Element, 4>);
-  static_assert(kAll % kAbreast == 0);
+  constexpr int kColumnsAtOnce = min(kAll, kMaxInFlight<Element, 4>);
+  static_assert(kAll % kColumnsAtOnce == 0);
 #pragma unroll
-  for (int j = 0; j < kAll; j += kAbreast) {
-    tile::Sums<2, 2 * kAbreast> part;
+  for (int j = 0; j < kAll; j += kColumnsAtOnce) {
+    tile::Sums<2, 2 * kColumnsAtOnce> part;
     if (!kInPlace) part.fill(0.0f);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      tile::Fragment<Element> columns[kAbreast];
+      tile::Fragment<Element> columns[kColumnsAtOnce];
 #pragma unroll
-      for (int c = 0; c < kAbreast; ++c)
+      for (int c = 0; c < kColumnsAtOnce; ++c)
         columns[c] = offsets.load(b, row + k * BackwardPlan<C>::kStep, j + c);
 #pragma unroll
       for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
-          for (int n = 0; n < 2 * kAbreast; ++n) {
+          for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
             float (&sum)[4] = kInPlace ? d.x[m][2 * j + n] : part.x[m][n];
             tile::multiply_term<Arch>(sum, a[k][m], columns[n / 2], n % 2, term);
           }
@@ -169,7 +169,7 @@ class DqProduct {
     constexpr int kSteps = Plan::kKeys / Plan::kStep;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : min(kSteps, tile::kStepsInCore<Element>);
     constexpr int kAll = Plan::kDqColumns / 16;
-    constexpr int kAbreast = std::gcd(kAll, kAtOnce<Element, 2 * kRows>);
+    constexpr int kColumnsAtOnce = std::gcd(kAll, kMaxInFlight<Element, 2 * kRows>);
     static_assert(kSteps % kInCore == 0);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kInCore) {
@@ -181,17 +181,17 @@ class DqProduct {
 #pragma unroll
         for (int m = 0; m < kRows; ++m) rows[m] = ds_offsets.load(ds, step * Plan::kStep, m);
 #pragma unroll
-        for (int j = 0; j < kAll; j += kAbreast) {
-          tile::Fragment<Element> columns[kAbreast];
+        for (int j = 0; j < kAll; j += kColumnsAtOnce) {
+          tile::Fragment<Element> columns[kColumnsAtOnce];
 #pragma unroll
-          for (int c = 0; c < kAbreast; ++c)
+          for (int c = 0; c < kColumnsAtOnce; ++c)
             columns[c] = k_offsets.template load<true>(k, step * Plan::kStep, j + c);
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-              for (int n = 0; n < 2 * kAbreast; ++n) {
+              for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
                 tile::multiply_term<typename C::Arch>((first == 0 ? dq : part).x[m][2 * j + n],
                                                       rows[m], columns[n / 2], n % 2, term);
               }

@@ -66,7 +66,8 @@ TILEWISE_DEVICE void load_statistic(float (&x)[2], ptx::SharedAddress statistic,
   x[1] = ptx::float_of(bits[1]);
 }
 
-// dP^T starts at -delta where only the product with P follows.
+// Sets the accumulators of dP^T to -delta, so that the product yields dP - delta. The general form
+// starts at 0, because it applies dropout to dP first.
 template <class C>
 TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
   if constexpr (C::kGeneral) {

@@ -8,7 +8,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Thread 0 waits for the whole CTA.
+// Thread 0 waits on behalf of the whole CTA.
 template <class C>
 TILEWISE_DEVICE void wait_semaphore(const int32_t* semaphore, const KeyTile<C>& key_tile,
                                     int32_t row) {

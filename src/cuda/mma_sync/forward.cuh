@@ -65,8 +65,8 @@ inline constexpr int kForwardSharedBytes = C::kWarpSplits * kWarpSplitBytes<C>;
 template <class C>
 inline constexpr int kForwardThreads = C::kWarpSplits * C::kForward.threads();
 
-// The two matrix products of a warp. `load_ahead(part)` issues a part of the copies of a later tile
-// between their instructions.
+// The two matrix products of a warp. Each calls load_ahead(part) between its instructions to issue
+// part `part` of the copies of a later tile.
 template <class C>
 struct Products {
   using Element = typename C::Element;
@@ -76,10 +76,9 @@ struct Products {
   static constexpr int kStep = tile::kStep<Element>;
   static constexpr int kParts = Pipeline<C>::kParts;
   static constexpr int kKeys = C::kForward.keys;
-  static constexpr bool kOne = tile::kStepsInCore<Element> == 0;  // one accumulator for all steps
-  // Accumulators in flight: products into one accumulator wait for each other.
-  static constexpr int kAtOnce = 8;
-  static constexpr int kWide = C::kFloat8 ? 2 : 1;  // steps, or groups of 16 columns, per load
+  static constexpr bool kOneSum = tile::kStepsInCore<Element> == 0;  // in one accumulator
+  static constexpr int kInFlight = 8;  // accumulators; products into one wait for each other
+  static constexpr int kPerLoad = C::kFloat8 ? 2 : 1;  // steps, or groups of 16 columns, per load
 
   tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
   typename Pipeline<C>::KeyLanes k_lanes{ptx::lane_index()};
@@ -90,10 +89,10 @@ struct Products {
   TILEWISE_DEVICE void scores(Scores<C>& s, ptx::SharedAddress q, ptx::SharedAddress k,
                               LoadAhead&& load_ahead) const {
     constexpr int kSteps = C::kHeadDim / kStep;
-    constexpr int kInCore = kOne ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
-    constexpr int kKeysAtOnce = kOne ? 1 : min(kKeys / 16, max(1, kAtOnce / (2 * kRows)));
-    constexpr int kGroups = kOne ? 1 : max(1, kAtOnce / (2 * kRows * kKeysAtOnce));
-    constexpr int kApart = kWide > 1 ? 1 : kInCore;  // distance of neighbouring fragments, in steps
+    constexpr int kInCore = kOneSum ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
+    constexpr int kKeysAtOnce = kOneSum ? 1 : min(kKeys / 16, max(1, kInFlight / (2 * kRows)));
+    constexpr int kGroups = kOneSum ? 1 : max(1, kInFlight / (2 * kRows * kKeysAtOnce));
+    constexpr int kStepsApart = kPerLoad > 1 ? 1 : kInCore;  // of neighbouring fragments
 #pragma unroll
     for (int group = 0; group < kSteps / kInCore; group += kGroups) {
       const int begin = group * kInCore;
@@ -101,33 +100,34 @@ struct Products {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) partial[g].fill(0.0f);
 #pragma unroll
-      for (int step = begin; step < begin + kInCore; step += kWide) {
-        tile::Fragment<Element> a[kGroups * kWide][kRows];
+      for (int step = begin; step < begin + kInCore; step += kPerLoad) {
+        tile::Fragment<Element> a[kGroups * kPerLoad][kRows];
 #pragma unroll
-        for (int g = 0; g < kGroups * kWide; ++g) {
+        for (int g = 0; g < kGroups * kPerLoad; ++g) {
 #pragma unroll
           for (int m = 0; m < kRows; ++m)
-            a[g][m] = tile::load_presplit<Element>(q_lanes.address(q, 16 * m, step + g * kApart));
+            a[g][m] =
+                tile::load_presplit<Element>(q_lanes.address(q, 16 * m, step + g * kStepsApart));
         }
 #pragma unroll
         for (int j = 0; j < kKeys / 16; j += kKeysAtOnce) {
-          tile::Fragment<Element> b[kGroups * kWide][kKeysAtOnce];
+          tile::Fragment<Element> b[kGroups * kPerLoad][kKeysAtOnce];
 #pragma unroll
           for (int i = 0; i < kGroups * kKeysAtOnce; ++i) {
             load_keys(b, i,
                       k_lanes.address(k, 16 * (j + i % kKeysAtOnce),
-                                      step / kWide + i / kKeysAtOnce * kInCore));
+                                      step / kPerLoad + i / kKeysAtOnce * kInCore));
           }
           // Terms are the outermost loop: those of one accumulator wait for each other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
-            for (int g = 0; g < kGroups * kWide; ++g) {
+            for (int g = 0; g < kGroups * kPerLoad; ++g) {
 #pragma unroll
               for (int m = 0; m < kRows; ++m) {
 #pragma unroll
                 for (int n = 0; n < 2 * kKeysAtOnce; ++n) {
-                  tile::multiply_term<Arch>(partial[g / kWide].x[m][2 * j + n], a[g][m],
+                  tile::multiply_term<Arch>(partial[g / kPerLoad].x[m][2 * j + n], a[g][m],
                                             b[g][n / 2], n % 2, term);
                 }
               }
@@ -151,13 +151,15 @@ struct Products {
   TILEWISE_DEVICE void values(Outputs<C>& o, const Scores<C>& p, ptx::SharedAddress v,
                               LoadAhead&& load_ahead) const {
     constexpr int kSteps = kKeys / kStep;
-    constexpr int kInCore = kOne ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
+    constexpr int kInCore = kOneSum ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kColumns = C::kHeadDim / 16;
     // Registers of o and p. `kFits` adds accumulators and operands of the columns in flight.
     constexpr int kLiveRegisters = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
-    constexpr int kMaxColumns = max(1, kAtOnce / (2 * kRows));
+    constexpr int kMaxColumns = max(1, kInFlight / (2 * kRows));
     constexpr bool kFits = kLiveRegisters + kMaxColumns * (8 * kRows + 8) <= 208;
-    constexpr int kColumnsAtOnce = kOne ? kWide : kFits ? kMaxColumns : max(1, kMaxColumns / 2);
+    constexpr int kColumnsAtOnce = kOneSum ? kPerLoad
+                                   : kFits ? kMaxColumns
+                                           : max(1, kMaxColumns / 2);
 #pragma unroll
     for (int begin = 0; begin < kSteps; begin += kInCore) {
       tile::Fragment<Element> a[kInCore][kRows];
@@ -180,18 +182,18 @@ struct Products {
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
               for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
-                float (&sum)[4] = kOne ? o.x[m][2 * j + n] : partial.x[m][n];
+                float (&sum)[4] = kOneSum ? o.x[m][2 * j + n] : partial.x[m][n];
                 tile::multiply_term<Arch>(sum, a[i][m], b[n / 2], n % 2, term);
               }
             }
           }
         }
-        if (!kOne) {
+        if (!kOneSum) {
           o.add(partial, 2 * j);
           load_ahead_between(begin * kColumns + j * kInCore, kSteps * kColumns, load_ahead);
         }
       }
-      if (kOne) load_ahead_between(begin, kSteps, load_ahead);
+      if (kOneSum) load_ahead_between(begin, kSteps, load_ahead);
     }
   }
 
@@ -215,7 +217,7 @@ struct Products {
   TILEWISE_DEVICE void load_values(tile::Fragment<Element> (&b)[kFragments], ptx::SharedAddress v,
                                    int row, int column) const {
     if constexpr (C::kFloat8) {
-      v_lanes.load(b, v, row, column / kWide);
+      v_lanes.load(b, v, row, column / kPerLoad);
     } else {
 #pragma unroll
       for (int c = 0; c < kFragments; ++c) b[c] = v_lanes.load_whole(v, row, column + c);
@@ -231,8 +233,8 @@ struct Products {
   }
 };
 
-// The flag that the CTA sets when its results are not finite: its own; with chunks, that of the
-// chunk or, where the tile has one chunk only, that of the tile.
+// The flag that the CTA sets when its results are not finite. Without chunks each CTA has its own.
+// With chunks it is the flag of the chunk or, if the tile has only one chunk, the flag of the tile.
 template <class C>
 TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& q_tile) {
   if (!C::kDecodes || !p.chunks.any()) return p.flags.data + ptx::block_index();
@@ -240,9 +242,9 @@ TILEWISE_DEVICE uint8_t* flag_of(const ForwardParams& p, const QueryTile& q_tile
   return p.flags.data + tile_of_chunk(p, q_tile);
 }
 
-// The sequence of the CTA. For contiguous keys loaded by TMA, everything that follows from it is
-// computed in the registers of each lane. (H100, one sequence of 1k keys: 6.51 -> 6.40 us; but 27.7
-// -> 27.9 us for 16 sequences in pages, since lanes look pages up.)
+// The sequence of the CTA. For contiguous keys loaded by TMA, all values that depend on it are
+// computed in the registers of each lane instead of uniform registers. (H100, one sequence of 1k
+// keys: 6.51 -> 6.40 us; but 27.7 -> 27.9 us for 16 sequences in pages, since lanes look pages up.)
 template <class C>
 TILEWISE_DEVICE int32_t per_lane_if_tma(int32_t sequence) {
   return C::kTma && !C::kPaged ? per_lane(sequence) : sequence;
@@ -332,8 +334,8 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_
   return scale;
 }
 
-// Records that the block table points outside of the tensors. All threads of a warp split have
-// found the same and call it.
+// Records that the block table points outside of the tensors. All threads of a warp split call it,
+// with the same finding.
 template <class C>
 TILEWISE_DEVICE void mark_pages_invalid(uint32_t own) {
   if (row_thread<C>() == 0) saved_q_tile<C>(own).sequence.fits = false;

@@ -1,5 +1,6 @@
-// Chunks of the keys of a sequence (ChunkSchedule), combined by the CTA of the tile that finishes
-// last. No CTA waits for another, and a tile of one chunk skips all of this.
+// Combines the chunks into which the keys of a sequence are cut (ChunkSchedule): the CTA of a tile
+// that finishes last adds them up. No CTA waits for another, and a tile of one chunk skips all of
+// this.
 #pragma once
 
 #include "attention/online_softmax.h"

@@ -1,4 +1,5 @@
-// Splits combined in shared memory by the CTAs of a cluster, without a second launch.
+// Combines the splits of a tile in shared memory, by the CTAs of a cluster, without a second
+// launch.
 #pragma once
 
 #include "cuda/common/combine_weights.h"
@@ -11,15 +12,15 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// The stages of a drained pipeline, and a barrier that expects one arrival and whose next phase has
-// `parity`.
+// Room for partial results in the stages of a drained pipeline, and a barrier that expects one
+// arrival and whose next phase has `parity`.
 struct CombineBuffer {
   ptx::SharedAddress base;
   ptx::SharedAddress barrier;
   int parity;
 };
 
-// A row of a partial result: split_weight sums as vectors of 16 bytes, then split_weight lse.
+// A row of a partial result consists of its sums, as vectors of 16 bytes, and of its lse.
 template <class C>
 inline constexpr int kPartialVectors = C::kHeadDim / 4;
 template <class C>
@@ -28,8 +29,8 @@ template <class C>
 inline constexpr int kMaxCombineBytes =
     (C::kForward.rows() + kMaxClusterSplits - 1) * kPartialRowBytes<C>;
 
-// Calls visit(h, byte, x) for each 16 bytes that the lane has of split_weight row (0, h), which
-// belong at that byte of the row's partial result.
+// Calls visit(h, byte, x) for each vector of 16 bytes that the lane holds of its row (0, h); `byte`
+// is the position of the vector in the row's partial result.
 template <class C, class Visit>
 TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outputs<C>& o,
                                         const RowResults<1>& result, int32_t rows,
@@ -38,7 +39,7 @@ TILEWISE_DEVICE void visit_partial_rows(const LanePosition& position, const Outp
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (position.row(0, h) >= rows) continue;
-    // The columns of a vector are those that the lane has of two neighbouring products.
+    // A vector holds the lane's columns of two neighbouring 8-column tiles.
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; n += 2) {
       uint32_t x[4];
@@ -60,7 +61,7 @@ class RowCombine {
   static_assert(C::kForward.warps == 1 && C::kForward.warp_rows == 16);
   static constexpr int kVectors = kPartialVectors<C>;
 
-  // `stride` is the distance of splits in bytes.
+  // `stride` is the distance between the partial results of two splits, in bytes.
   TILEWISE_DEVICE RowCombine(const ForwardParams& p, const QueryTile& q_tile, int32_t stride)
       : p_(p), q_tile_(q_tile), stride_(static_cast<uint32_t>(stride)) {}
 
@@ -134,10 +135,10 @@ class RowCombine {
   uint32_t stride_;
 };
 
-// The splits of a tile divide split_weight rows: row r is combined by split r % splits, to which
-// all splits send theirs straight from registers. By then no CTA reads split_weight stages any
-// more, so they receive the partial results, and one of the barriers counts the bytes. CTAs without
-// a split have exited.
+// The CTAs of a tile's splits divide its rows: row r is combined by the CTA of split r % splits, to
+// which all others send their partial results straight from registers. By then no CTA reads its
+// stages any more, so these receive the partial results, and one of its barriers counts the bytes.
+// CTAs without a split have exited.
 template <class C>
 class ClusterCombine {
  public:

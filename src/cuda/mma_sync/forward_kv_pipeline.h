@@ -1,5 +1,5 @@
-// The pipeline of prefill, and of decoding without TMA. All threads of the CTA copy K and V with
-// cp.async and meet at a barrier before each product.
+// The K/V pipeline of prefill, and of decoding without TMA. All threads of the CTA copy K and V
+// with cp.async and meet at a barrier before each product.
 //
 // Stages hold, in this order, K and V of the last key tile, K and V of the one before, ... Copies
 // run kStages - 1 stages ahead of the products and are issued between their instructions.
@@ -164,7 +164,7 @@ class KeyStream {
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress stage, int32_t tile, int begin,
                                     int end) const {
     int64_t found = 0;
-#pragma unroll 1  // pages need divisions, which belong in the code once
+#pragma unroll 1  // so that the divisions of a page look-up are in the code only once
     for (int pass = begin; pass < end; ++pass) {
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
       int64_t offset = 0;
@@ -274,7 +274,7 @@ class KvPipeline {
     }
   }
 
-  // Waits, before the first `consumer_wait`, for the queries and the first keys.
+  // Waits for the queries and the first keys. Called before the first `consumer_wait`.
   TILEWISE_DEVICE void wait_for_queries() const { consumer_wait(); }
 
   // Waits until the stage to be read is full and no thread reads the stage to be written any more.
@@ -319,7 +319,7 @@ class KvPipeline {
   TILEWISE_DEVICE ptx::SharedAddress before(ptx::SharedAddress stage) const {
     return stage == base_ ? base_ + kLastStageAt : stage - kStageBytes;
   }
-  const QueryTile& q_tile_;  // before the loop; in it, `saved_q_tile`
+  const QueryTile& q_tile_;  // read before the loop only; the loop reads `saved_q_tile`
   Rows rows_;
   Stream k_;
   Stream v_;

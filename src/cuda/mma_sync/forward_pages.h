@@ -27,8 +27,8 @@ TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::Sha
   }
 }
 
-// Where the rows of a tile lie, the same for K and V, whose loads alternate. The lanes that copy
-// one row of a pass look rows up for each other: lane i of them looks up the row of pass i.
+// The page and the row in it of each row of a tile, which K and V share. Several lanes copy one row
+// in a pass, and divide the look-ups of all passes: lane i of them looks up the row of pass i.
 template <class C, class Lanes>
 class PageRows {
  public:

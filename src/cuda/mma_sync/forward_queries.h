@@ -34,7 +34,7 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx
   const Rows rows(q_tile, p.q);
   const ptx::SharedAddress q_of_warp = q + rows.first() * kRowBytes;
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
-#pragma unroll Rows::kAtOnce
+#pragma unroll Rows::kPassesInFlight
   for (int pass = 0; pass < Rows::Lanes::kPasses; ++pass) {
     const int64_t offset = rows.offset(pass);
     if (!rows.lanes.has(pass)) continue;

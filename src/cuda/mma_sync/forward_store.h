@@ -80,7 +80,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
   using Rows = PackedRows<C>;
   const Rows rows(q_tile, p.out);
   const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.out, columns);
-#pragma unroll Rows::kAtOnce
+#pragma unroll Rows::kPassesInFlight
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     const int64_t offset = rows.offset(pass);
     if (!lanes.has(pass) || !rows.exists(pass)) continue;

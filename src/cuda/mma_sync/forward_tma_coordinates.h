@@ -107,7 +107,8 @@ class PagedCoordinates {
       copy(i * box_rows_, row, static_cast<int32_t>(pages[i]));
   }
 
-  // Small pages are loaded as a whole: half of one is few rows, and their boxes are many already.
+  // Pages of up to kSmallPage rows are loaded whole: half of one would save few rows, and a tile
+  // takes many boxes already.
   template <class Expect, class Copy, class CopyEnd>
   TILEWISE_DEVICE void visit_first(int32_t tile, const Expect& expect, const Copy& copy,
                                    const CopyEnd& copy_end) const {

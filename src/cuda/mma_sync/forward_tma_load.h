@@ -38,7 +38,7 @@ class TmaLoader {
     coordinates_.visit(tile, expect(stage), copy(keys ? p_.k : p_.v, stage));
     if (!keys) coordinates_.advance(tile);
   }
-  // The tile that is read first. Rows past `first_tile_rows` are not written.
+  // Loads the tile that is read first. Rows past `first_tile_rows` are not written.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
     coordinates_.visit_first(tile, expect(stage), copy(keys ? p_.k : p_.v, stage),
                              copy(keys ? p_.k_tail : p_.v_tail, stage));

@@ -1,12 +1,12 @@
-// The pipeline of decoding with TMA (sm_90). Each warp has its own and is both producer and
-// consumer: it loads a stage itself after it has read it, so stages have full barriers but no empty
-// barriers.
+// The K/V pipeline of decoding with TMA (sm_90). Each warp has a pipeline of its own and is both
+// producer and consumer: it loads a stage itself after it has read it, so stages have full barriers
+// but no empty barriers.
 //
 // Roles: lane 0 (or an elected lane) issues the TMA loads of a stage; where pages are smaller than
 // a TMA box, all lanes copy rows with cp.async (forward_row_load.h). All lanes compute.
 //
-// What passes through: load f = 0, 1, 2, ... is K, V of the last tile, K, V of the one before, ...
-// and goes to stage f % kStages. Timeline with 3 stages, of key tiles t, t - 1, ...:
+// Loads 0, 1, 2, 3, ... are K and V of the last key tile, K and V of the one before, and so on;
+// load f goes to stage f % kStages. Timeline with 3 stages, for key tiles t, t - 1, ...:
 //   stage 0   wait full K(t)      S = Q K^T   load V(t - 1)
 //                                 softmax     V(t), K(t - 1), V(t - 1) are in flight
 //   stage 1   wait full V(t)      O += P V    load K(t - 2)
@@ -27,7 +27,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// With contiguous keys the plan may use fewer stages than there are (plan_decode.h).
+// With contiguous keys the plan may use fewer stages than the kernel has (plan_decode.h).
 template <class C>
 class WarpPipeline {
  public:
@@ -42,7 +42,7 @@ class WarpPipeline {
       tile::PanelB<typename C::Element, Tile>>;
   static_assert(Tile::kBytes == kStageBytes<C>);
   static constexpr int kStages = C::kForward.stages;
-  static constexpr bool kMayUseFewer = C::kTma && !C::kPaged && !C::kFloat8;
+  static constexpr bool kMayUseFewerStages = C::kTma && !C::kPaged && !C::kFloat8;
   static_assert(kMaxCombineBytes<C> <= kStages * Tile::kBytes);
   static constexpr int kCombineBarrierAt = kStages * 8;  // after the full barriers
   static constexpr int kLoaderAt = kCombineBarrierAt + 8;
@@ -50,7 +50,7 @@ class WarpPipeline {
   static constexpr int kBytes = kStagesAt + kStages * Tile::kBytes;
   static constexpr int kParts = 1;
 
-  // Runs first: it takes time and depends on nothing.
+  // Runs before the kernel waits for the launch before it, since nothing here depends on that.
   TILEWISE_DEVICE static void prepare(const Params& p, ptx::SharedAddress base) {
     if (ptx::lane_index() != 0) return;
     Loader::prepare(p);
@@ -61,7 +61,7 @@ class WarpPipeline {
     ptx::fence_mbarrier_init();
   }
 
-  // Called as soon as the sequence is known: prefetches what will be waited for later.
+  // Called as soon as the sequence is known: prefetches its block table, if it has one.
   TILEWISE_DEVICE static void prefetch(const Problem& p, int32_t sequence,
                                        ptx::SharedAddress base) {
     if constexpr (C::kPaged)
@@ -75,14 +75,14 @@ class WarpPipeline {
         loader_(p, q_tile, last, base + kLoaderAt),
         first_(uniform(q_tile.tiles.first)),
         last_(last) {
-    if constexpr (kMayUseFewer) {
+    if constexpr (kMayUseFewerStages) {
       if (p.stages > 0) stages_in_use_ = p.stages;
     }
     ptx::sync_warp();  // one lane has initialised the barriers
   }
 
-  // Loads what the tile needs, whatever the number of its chunks turns out to be. The queries are
-  // needed together with the first keys, before any values.
+  // Loads the queries and the last key tile, which are needed however many chunks the sequence
+  // turns out to have. The queries are needed together with the first keys, before any values.
   template <class Queries>
   TILEWISE_DEVICE void start(Queries&& load_queries) {
     load_first(true, 0);
@@ -91,8 +91,9 @@ class WarpPipeline {
     load_first(false, 1);
   }
 
-  // Tiles before `first` will not be loaded. The first tile of a second warp may be one of them; if
-  // its loads have been issued, they are waited for, because its stages are written again.
+  // Restricts the loads to tiles from `first` on. The tile that a second warp loads first may lie
+  // before `first`. If its loads have been issued, the warp waits for them here, because their
+  // stages are written again.
   TILEWISE_DEVICE void narrow_to(int32_t first) {
     const bool loads_issued = last_ >= first_;
     first_ = uniform(first);
@@ -109,7 +110,7 @@ class WarpPipeline {
     }
   }
 
-  // Waits, before the first `consumer_wait`, for the queries.
+  // Waits for the queries. Called before the first `consumer_wait`.
   TILEWISE_DEVICE void wait_for_queries() const {
     zero_rows_not_loaded();
     tile::wait<Arch, 0>();
@@ -121,9 +122,9 @@ class WarpPipeline {
   TILEWISE_DEVICE ptx::SharedAddress keys() const { return at(stage_); }
   TILEWISE_DEVICE ptx::SharedAddress values() const { return at(stage_); }
 
-  // Zeroes the rows past the last key, which came with the last values when they were loaded in
-  // boxes. A masked key has weight 0, and 0 * NaN of a row outside of the sequence would be NaN.
-  // Keys need no zeros: masked scores are replaced.
+  // Zeroes the rows past the last key that a TMA box has loaded with the last values. A masked key
+  // has weight 0, and 0 * NaN of a row outside of the sequence would be NaN. Rows of K need no
+  // zeros, since masked scores are replaced.
   TILEWISE_DEVICE void zero_values_past_end(const QueryTile& q_tile, int32_t tile) const {
     if constexpr (!C::kTma) return;
     const int32_t begin = q_tile.tiles.keys - tile * Tile::kRows;
@@ -133,7 +134,8 @@ class WarpPipeline {
     ptx::sync_warp();
   }
 
-  // The keys (`scores`) or values of `tile` have been read: load f + stages() goes to their stage.
+  // Called when the keys (`scores`) or values of `tile` have been read. If they were load f, load
+  // f + stages() now goes to their stage.
   TILEWISE_DEVICE void consumer_release(bool scores, int32_t tile) {
     ptx::sync_warp();
     const bool keys = scores == (stages() % 2 == 0);
@@ -160,7 +162,7 @@ class WarpPipeline {
 
  private:
   TILEWISE_DEVICE int stages() const {
-    if constexpr (kMayUseFewer) return stages_in_use_;
+    if constexpr (kMayUseFewerStages) return stages_in_use_;
     return kStages;
   }
   TILEWISE_DEVICE ptx::SharedAddress at(int stage) const {
@@ -173,12 +175,12 @@ class WarpPipeline {
   TILEWISE_DEVICE void load(bool keys, int32_t tile, int stage) {
     if (tile >= first_) loader_.load(keys, tile, {at(stage), barrier(stage)});
   }
-  // The tile that is read first.
+  // Loads the tile that is read first.
   TILEWISE_DEVICE void load_first(bool keys, int stage) {
     if (last_ >= first_) loader_.load_first(keys, last_, {at(stage), barrier(stage)});
   }
 
-  // Zeroes, while the first tile is loading, its rows that are not loaded.
+  // Zeroes the rows of the first tile that are not loaded, while its other rows are loading.
   TILEWISE_DEVICE void zero_rows_not_loaded() const {
     const int32_t rows = last_ < first_ ? Tile::kRows : loader_.first_tile_rows(last_);
     if (rows == Tile::kRows) return;

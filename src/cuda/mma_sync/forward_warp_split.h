@@ -1,6 +1,7 @@
-// Intra-CTA split-K: two warps of a CTA split the keys of its tile. Each has all rows, every second
-// key tile, and queries, saved tile and pipeline of its own; in the end the first warp combines the
-// sums of both. With one CTA per SM, one warp reads 37 GB/s and two read 60 GB/s.
+// Intra-CTA split-K: two warps of a CTA split the keys of its tile. Each warp computes all rows
+// over every second key tile, and has its own shared memory for queries, saved QueryTile and
+// pipeline. In the end the first warp combines the sums of both. With one CTA per SM, one warp
+// reads 37 GB/s and two read 60 GB/s.
 #pragma once
 
 #include "cuda/mma_sync/forward_softmax.h"
@@ -12,9 +13,9 @@ TILEWISE_DEVICE int32_t warp_split_index() {
   return C::kWarpSplits > 1 ? uniform(ptx::warp_index()) : 0;
 }
 
-// The first warp adds the sums of the second one to its own. Lanes of both have the same positions,
-// so each lane of the second warp hands its sums, through that warp's stages, to the same lane of
-// the first. `bytes` is the distance of the warps' shared memory.
+// The first warp adds the sums of the second one to its own. Lane i of both warps holds the same
+// rows and columns, so each lane of the second warp passes its sums, through that warp's stages, to
+// the same lane of the first. `bytes` is the distance between the shared memory of the two warps.
 template <class C>
 TILEWISE_DEVICE void combine_warp_splits(Outputs<C>& o, RowSoftmax<C>& softmax, int32_t warp_split,
                                          ptx::SharedAddress buffer, int bytes) {

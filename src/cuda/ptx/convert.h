@@ -16,8 +16,8 @@ TILEWISE_DEVICE uint32_t cvt_f16x2(float low, float high) { return emulator::cvt
 TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return emulator::cvt_bf16x2(low, high);
 }
-// cvt.rn.f16x2.e4m3x2: the two float8_e4m3 numbers in the low or high half of x, exactly; that of
-// the low byte goes to the low half.
+// cvt.rn.f16x2.e4m3x2: converts the two float8_e4m3 numbers in the low or high half of x, exactly.
+// The number in the low byte goes to the low half of the result.
 template <bool kHigh>
 TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {
   return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kHigh ? x >> 16 : x));
@@ -98,7 +98,7 @@ TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
 #endif
 }
 template <bool kHigh>
-TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {  // sm_89; the half costs no instruction
+TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {  // sm_89; choosing a half is free
   uint32_t r;
   if constexpr (kHigh)
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(x));

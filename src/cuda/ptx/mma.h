@@ -1,5 +1,5 @@
-// Matrix products of a warp, d = a b + d with fp32 sums. PTX ISA 9.7.14: mma.sync. The names of the
-// functions give shape and element type of the instruction.
+// Matrix products of a warp, d = a b + d with fp32 sums. PTX ISA 9.7.14: mma.sync. Function names
+// give the shape and the element type of the instruction.
 //
 // With g = lane / 4 and t = lane % 4, d[0..3] is (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1).
 // 16-bit k16: a[0..3] holds rows g, g+8, g, g+8 at columns 2t, 2t+1 (+8 for a[2], a[3]); b0 and b1

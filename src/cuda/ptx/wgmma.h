@@ -9,7 +9,8 @@
 // The required order is: writes to d or to a in registers, wgmma_fence, products,
 // wgmma_commit_group, wgmma_wait_group, reads of d. `add` reads d. `start` does not, and ptxas
 // knows it (scale-d is a constant). `restart` does not either, but ptxas assumes that it does, so
-// the product waits for earlier reads of d. `add_if` is `add` or `restart`, as a register says.
+// the product waits for earlier reads of d. `add_if` is `add` if its first argument is not 0, else
+// `restart`.
 #pragma once
 
 #include "cuda/ptx/platform.h"

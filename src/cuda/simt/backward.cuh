@@ -217,22 +217,22 @@ struct Backward {
 
   // --- backward_keys ---
 
-  // The packed rows that see any of the keys.
-  TILEWISE_DEVICE Range seeing() const {
+  // The packed rows that see at least one of the keys.
+  TILEWISE_DEVICE Range visible_rows() const {
     const Band& band = shared().sequence.band;
     const Range rows = intersect(band.rows_of_any(shared().own_keys), {0, band.rows});
     const int64_t group = group_size(p);
     return {rows.begin * group, max(rows.begin, rows.end) * group};
   }
 
-  // Sums dV or dK over the rows `seeing()`, which is computed anew each time to save registers.
+  // Sums dV or dK over `visible_rows()`, which is computed anew each time to save registers.
   TILEWISE_DEVICE void walk_rows(bool for_dv) {
     clear_sums();
-    for (int64_t at = seeing().begin; at < seeing().end; at += kTile) {
+    for (int64_t at = visible_rows().begin; at < visible_rows().end; at += kTile) {
       ptx::sync_block();
       const int64_t group = group_size(p);
       load_rows_of(
-          {Packing{group}, shared().own_head * group, {at, min(at + kTile, seeing().end)}});
+          {Packing{group}, shared().own_head * group, {at, min(at + kTile, visible_rows().end)}});
       ptx::sync_block();
       load_key_table(p, shared().own_keys.begin);
       ptx::sync_block();
@@ -260,7 +260,7 @@ struct Backward {
     }
   }
 
-  // Computes kTile keys of the tile, from its key `first` on.
+  // Computes the kTile keys of the tile that start at its key `first`.
   TILEWISE_DEVICE void run_keys(int32_t first) {
     ptx::sync_block();
     if (ptx::thread_index() == 0) {
@@ -281,7 +281,7 @@ struct Backward {
 
   // --- backward_rows ---
 
-  // Returns this thread's part of the sum of q.(dq / scale) over the rows: the gradient of scale.
+  // Computes dQ of the rows. Returns this thread's share of dscale, the sum of q.(dq / scale).
   TILEWISE_DEVICE float run_rows(int64_t head, Range rows) {
     const RowTile tile{Packing{1}, head, rows};
     const Range keys = shared().sequence.band.keys_of_any(rows);
@@ -320,7 +320,7 @@ struct Backward {
     return sum;
   }
 
-  // Writes the sum of `dscale` over the CTA, added in a fixed order.
+  // Writes the sum of `dscale` over the CTA, which is added in a fixed order.
   TILEWISE_DEVICE void write_dscale(int32_t tile, float dscale) const {
     const float sum = warp_sum(dscale);
     ptx::sync_block();

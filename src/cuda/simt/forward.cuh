@@ -109,7 +109,7 @@ struct Forward {
     step_of<T>(first_key);
   }
 
-  // Keys and values stored as K.
+  // One step over kTile keys; K is the element type of k and v.
   template <class K>
   TILEWISE_DEVICE void step_of(int64_t first_key) {
     Shared& memory = shared();

@@ -1,5 +1,5 @@
-// The tiles that a CTA computes: the one of its index, or, with flags, those tiles that a kernel of
-// another family has flagged to be computed again.
+// The tiles that a CTA computes: the tile whose number is the CTA's index, or, with flags, its
+// share of the tiles that a kernel of another family has flagged to be computed again.
 #pragma once
 
 #include "cuda/ptx/warp.h"
@@ -9,7 +9,7 @@ namespace tilewise::cuda::simt {
 
 inline constexpr int32_t kNoTile = -1;
 
-// The first flagged tile at or after `from` among the tiles of this CTA, from, from + grid, ..., or
+// The first flagged tile among the tiles from, from + grid, from + 2 grid, ... of this CTA, or
 // kNoTile. Each thread tests one tile, so a launch with nothing to do takes a load and a barrier.
 // All threads of the CTA call it.
 TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
@@ -30,7 +30,7 @@ TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
     if (first < kThreads) {
       const auto tile = static_cast<int32_t>(from + first * grid);
       if (ptx::thread_index() == 0) shared().flagged = tile;
-      ptx::sync_block();  // the next search may write
+      ptx::sync_block();  // `flagged` can be read; the next search may write `first_flagged`
       return tile;
     }
     if (from + grid * kThreads < flags.tiles) ptx::sync_block();
@@ -39,8 +39,8 @@ TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
 }
 
 // The loop over the tiles: `for (t = first_tile(f); t != kNoTile; t = next_tile(f))`. Without flags
-// it visits the tile of the CTA's index. next_tile reads the current tile from shared memory, so
-// that no register holds it meanwhile.
+// the only tile is the CTA's index. next_tile reads the current tile from shared memory, so that no
+// register holds it meanwhile.
 TILEWISE_DEVICE int32_t first_tile(const Flags& flags) {
   const int64_t own = ptx::block_index();
   return flags.data == nullptr ? static_cast<int32_t>(own) : next_flagged(flags, own);

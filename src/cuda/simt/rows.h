@@ -27,7 +27,7 @@ struct Shared {
   RowTile tile;
   Range keys;  // upper bound of the keys that the rows of the tile see
   int64_t kv_head;
-  int32_t splits;  // forward: of the sequence
+  int32_t splits;  // forward: number of splits of the sequence
   // backward_keys: the keys of its tile, the kTile of them being computed, and the head.
   Range tile_keys;
   Range own_keys;
@@ -48,7 +48,7 @@ struct Shared {
   int64_t row[kTile];
   int32_t head[kTile];
   RowScoreMod row_score_mod[kTile];
-  // Backward: lse, the rest that rounding it left, and delta.
+  // Backward: lse, the remainder that its rounding to fp32 left, and delta.
   float lse[kTile];
   float lse_low[kTile];
   float delta[kTile];
@@ -108,7 +108,7 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
 
 // Fills in the table of the keys [first, first + kTile) of one head. The caller provides barriers.
 TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
-  const int t = ptx::thread_index() - kTile;  // not the threads that fill in rows
+  const int t = ptx::thread_index() - kTile;  // the first kTile threads fill in the row table
   if (t < 0 || t >= 2 * kTile) return;
   const int64_t key = first + t % kTile;
   const tilewise_tensor& view = t < kTile ? p.k : p.v;

@@ -10,8 +10,8 @@
 
 namespace tilewise::cuda::tile {
 
-// Copies 16 bytes: `bytes_read` of them from `from`, which is 16-byte aligned, and zeros for the
-// rest. With cp.async (sm_80) the copy is asynchronous, and visible after `wait` and a barrier.
+// Copies 16 bytes from `from`, which is 16-byte aligned, if `bytes_read` is 16, and stores zeros if
+// it is 0. With cp.async (sm_80) the copy is asynchronous, and visible after `wait` and a barrier.
 template <class Arch>
 TILEWISE_DEVICE void copy_chunk(ptx::SharedAddress to, const void* from, int bytes_read) {
   if constexpr (Arch::kAsyncCopy) {
@@ -41,7 +41,7 @@ TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element
   ptx::st_shared_v4_b32(to, x);
 }
 
-// Stores the first `count` elements of 16 bytes in registers to memory, at any alignment.
+// Stores the first `count` of the elements in `x`, 16 bytes of registers, at any alignment.
 template <class Element>
 TILEWISE_DEVICE void store_elements(void* to, const uint32_t (&x)[4], int count) {
   constexpr int kPerWord = 4 / Element::kBytes;
@@ -67,13 +67,12 @@ TILEWISE_DEVICE void wait() {
 // The 16-byte chunks that a thread copies of a tile of kRows rows: kPasses rows, kRowsPerPass
 // apart, and in each of them kColumns chunks, kStride chunks apart. kStride is a power of 2, so
 // rows of 96 or 192 elements need no division, and the swizzle of a thread's chunks differs by an
-// immediate. kMostOfRow: upper bound of kStride; with a smaller one a thread has more columns and
-// fewer rows.
-template <int kThreads, int kRows, int kRowBytes_, int kMostOfRow = kThreads>
+// immediate. With a smaller kMaxStride a thread has more columns and fewer rows.
+template <int kThreads, int kRows, int kRowBytes_, int kMaxStride = kThreads>
 struct CopyLanes {
   static constexpr int kRowBytes = kRowBytes_;
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kStride = min(kChunks & -kChunks, kMostOfRow);
+  static constexpr int kStride = min(kChunks & -kChunks, kMaxStride);
   static constexpr int kColumns = kChunks / kStride;
   static constexpr int kRowsPerPass = kThreads / kStride;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
@@ -104,8 +103,9 @@ struct CopyLanes {
   }
 };
 
-// The same interface for pairs of adjacent rows: a thread copies both rows of a pair, one per pass,
-// into 16 bytes per pass that it alone uses. So it reads what it copied without a barrier.
+// The same interface for pairs of adjacent rows: in a round of two passes a thread copies both rows
+// of a pair, one per pass, into 16 bytes per pass that it alone uses. So it reads what it copied
+// without a barrier.
 template <int kThreads, int kRows, int kRowBytes>
 struct PairLanes {
   static constexpr int kStride = kRowBytes / 16;

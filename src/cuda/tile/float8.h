@@ -14,7 +14,7 @@ namespace tilewise::cuda::tile {
 // the bits to their places.
 template <bool kConvert>
 struct Float8Pairs {
-  // The number is kUnit times its fp16 operand.
+  // A float8 number equals kUnit times its fp16 operand.
   static constexpr float kUnit = kConvert ? 1.0f : 256.0f;
 
   uint32_t first;

@@ -216,7 +216,7 @@ TILEWISE_DEVICE uint32_t pack(float low, float high) {
     return ptx::cvt_bf16x2(low, high);
 }
 
-// The inverse.
+// The inverse of `pack`: the float in the low and in the high half of `pair`.
 template <class Element>
 TILEWISE_DEVICE float low_of(uint32_t pair) {
   if constexpr (Element::kDtype == F16::kDtype)

@@ -1,17 +1,18 @@
-// Sums that become operands of the next product: kept in registers for the warp itself, and stored
-// in shared memory for the other warps.
+// The sums of a product as operands of the next one: a warp keeps its own in registers, and stores
+// them in shared memory for the other warps.
 #pragma once
 
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tile {
 
-// kRows x 16 rows and kSteps steps of A as elements (fp32 is split at each use).
+// Operand A of 16 * kRows rows and kSteps steps, kept as elements: fp32 is split into tf32 numbers
+// at each use.
 template <class Element, int kRows, int kSteps>
 struct Operands {
   uint32_t r[kSteps][kRows][4];
 
-  // Sets columns [8n, 8n + 8) of 16 rows from sums.
+  // Sets columns [8n, 8n + 8) of rows [16m, 16m + 16) from the lane's sums `x`.
   TILEWISE_DEVICE void set(int m, int n, const float (&x)[4]) {
     if constexpr (Element::kBytes == 2) {
       r[n / 2][m][n % 2 * 2] = pack<Element>(x[0], x[1]);
@@ -68,14 +69,14 @@ class OperandOffsets {
   uint32_t row_;
 };
 
-// Addresses for eight rows of a B that is stored [n][k]: two steps of it are the halves of one
-// fragment.
+// Addresses in a B that is stored [n][k], for loads of eight rows at two steps: the steps are the
+// halves of one fragment.
 template <int kRowBytes>
-class WideOffsets {
+class StepPairOffsets {
  public:
   static_assert(Swizzle<kRowBytes>::kPeriod == 8);
 
-  TILEWISE_DEVICE explicit WideOffsets(int lane) {
+  TILEWISE_DEVICE explicit StepPairOffsets(int lane) {
     for (int i = 0; i < 2; ++i)
       base_[i] = Swizzle<kRowBytes>::offset(lane & 7, 4 * i + (lane >> 3));
   }

@@ -1,6 +1,5 @@
 // Tiles of fp32 numbers stored as pairs of tf32 numbers: the threads that copied a tile split it
-// once
-// (`split`), instead of every warp that multiplies it.
+// once (`split`), instead of every warp that multiplies it.
 #pragma once
 
 #include "cuda/tile/fragment.h"

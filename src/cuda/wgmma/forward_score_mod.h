@@ -23,7 +23,7 @@ template <class C>
 class BiasPrefetch {
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
-  static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
+  static constexpr int kRows = arch::WgmmaForwardTile::kRowsPerWarp;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr int kSteps = kKeys / 16;  // one ldmatrix per 16 keys
   static constexpr int kChunk = 8;           // keys in 16 bytes

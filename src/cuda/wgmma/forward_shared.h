@@ -73,7 +73,7 @@ struct ForwardShared {
   static constexpr int kTilesAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kTilesEnd = round_up(kTilesAt + kTileStages * sizeof(WorkTile), 16);
   // Per consumer warp: 16 bits for each of its rows and each key of a tile.
-  static constexpr int kBiasBytes = arch::WgmmaForwardTile::kRowsOfWarp * kTile.keys * 2;
+  static constexpr int kBiasBytes = arch::WgmmaForwardTile::kRowsPerWarp * kTile.keys * 2;
   static constexpr int kBiasAt = round_up(kTilesEnd, 128);
   static constexpr int kBiasEnd = kBiasAt + kConsumerWarps * kBiasBytes;
   // Whether shared memory has room for bias tiles: not at D192 with 128 value columns, and not at

@@ -64,7 +64,7 @@ class NanRecompute {
   }
 
  private:
-  static constexpr int kRows = arch::WgmmaForwardTile::kRowsOfWarp;
+  static constexpr int kRows = arch::WgmmaForwardTile::kRowsPerWarp;
   static constexpr int kWarps = C::kForward.rows() / kRows;
 
   struct Row {
