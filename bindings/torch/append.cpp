@@ -1,5 +1,5 @@
-// The kernel of tilewise::append_kv: writes new keys and values into a cache and applies rotary
-// embedding.
+// The implementation of the operator tilewise::append_kv, which writes new keys and values into a
+// cache and applies rotary embedding.
 #include "attention.h"
 #include "launch.h"
 
@@ -42,7 +42,7 @@ struct Append {
 };
 
 constexpr const char* dtype_rule =
-    "the dtype of k_cache, or, of a float8_e4m3fn one, that of k_new";
+    "the dtype of k_cache or, for a float8_e4m3fn cache, that of k_new";
 
 void describe_cache(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
@@ -126,7 +126,7 @@ void describe_rotary(const AppendArguments& in, Append& append) {
   c.rotary_dim = cos.size(1) * 2;
 }
 
-// A tensor for the rotated copy of q; empty without q.
+// Describes q and returns a tensor for its rotated copy, which is empty without q.
 Tensor describe_query(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
   if (!in.q) {

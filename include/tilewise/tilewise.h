@@ -74,8 +74,8 @@ typedef struct tilewise_tensor {
 /* Optional hook that runs CPU tasks on the caller's threads. `parallel_for` must call
  * task(context, i) exactly once for every i in [0, tasks), in any order and on any threads (one
  * after the other is legal), and return when all calls have returned. At most `threads` tasks may
- * run at a time; scratch memory is sized accordingly. Results do not depend on it. Without a hook
- * the library uses its own thread pool (TILEWISE_NUM_THREADS). */
+ * run at a time; scratch memory is sized accordingly. Results do not depend on the hook. Without
+ * one the library uses its own thread pool (TILEWISE_NUM_THREADS). */
 typedef void (*tilewise_task)(void* context, int64_t index);
 typedef struct tilewise_parallel {
   void (*parallel_for)(void* user, int64_t tasks, tilewise_task task, void* context);
@@ -159,7 +159,8 @@ typedef struct tilewise_attention {
 
   int32_t num_splits; /* splits of the keys in the forward, 0..256; 0: the planner chooses, by shape
                          alone */
-  int32_t deterministic; /* 1: bitwise equal results on the same device; the CPU always is */
+  int32_t deterministic; /* 1: repeated calls give bitwise equal results on the same device; on the
+                            CPU they always do */
   int32_t check; /* GPU: 1 checks the entries of the index arrays before the launch. That waits
                     for the stream, so it must be 0 during capture. The CPU always checks */
   int32_t tf32;  /* GPU: 1 allows rounding fp32 operands to TF32 */
@@ -187,9 +188,9 @@ typedef struct tilewise_attention {
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or
  * kv_batch_idx dk and dv are [B, capacity, Hkv, D], where capacity is block_table_width * page_size
  * or seqlen_k: they have one row per key of each sequence, leftpad_k included. A key that several
- * sequences share then has several gradients, which the caller adds. Any pointer but that of dout
- * may be NULL: that gradient is not wanted. Every gradient that is given is written in full; unused
- * rows and keys get 0. Reductions run in fp32 in an order fixed by the shapes. */
+ * sequences share then has several gradients, which the caller adds. Any pointer except that of
+ * dout may be NULL; its gradient is then not computed. Every requested gradient is written in full;
+ * unused rows and keys get 0. Reductions run in fp32 in an order fixed by the shapes. */
 typedef struct tilewise_gradients {
   uint32_t struct_size;
   int32_t reserved;
@@ -224,7 +225,7 @@ typedef struct tilewise_plan_info {
   char why[256];           /* one line: why this kernel, and why not the faster one */
 } tilewise_plan_info;
 
-/* All three validate their arguments in full and write nothing if that fails. `pass` is a
+/* These functions validate their arguments in full and write nothing if that fails. `pass` is a
  * tilewise_pass; `gradients` is NULL for the forward. tilewise_plan dereferences no data pointer,
  * so they may be NULL; a pointer of an option must still be non-NULL for the option to be on. The
  * workspace has at least the planned workspace_bytes. */
@@ -343,7 +344,7 @@ typedef struct tilewise_kernel_info {
   int32_t available; /* 1: can run on this machine */
   int32_t reserved;
   char name[64];      /* e.g. "cpu.amx" */
-  char requires_[96]; /* e.g. "AMX-BF16" */
+  char requires_[96]; /* e.g. "AVX2, FMA and F16C" */
 } tilewise_kernel_info;
 TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info);
 

@@ -11,8 +11,8 @@ namespace tilewise {
 // below 2^32, floor(n m / 2^(31 + s)) is the quotient.
 class Divisor {
  public:
-  TILEWISE_FN constexpr Divisor(int32_t value = 1)
-      : value_(value) {  // implicit: it replaces a number
+  // Implicit, so that an integer can be given where a Divisor is expected.
+  TILEWISE_FN constexpr Divisor(int32_t value = 1) : value_(value) {
     while (shift_ < 31 && (int64_t{1} << shift_) < value) ++shift_;
     const uint64_t power = uint64_t{1} << (31 + shift_);
     const auto divisor = static_cast<uint64_t>(value < 1 ? 1 : value);

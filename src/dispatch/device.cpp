@@ -10,15 +10,16 @@
 namespace tilewise::dispatch {
 namespace {
 
-constexpr std::size_t kIsas = cpu::kIsaNames.size();
+constexpr std::size_t kIsaCount = cpu::kIsaNames.size();
 
 Device describe_hardware() {
   Device device;
-  for (std::size_t i = 0; i < kIsas; ++i) {
+  for (std::size_t i = 0; i < kIsaCount; ++i) {
     const auto isa = static_cast<cpu::Isa>(i);
     if (cpu::compiled(isa)) device.compiled = device.compiled.with(isa);
     if (cpu::available(isa)) device.runnable = device.runnable.with(isa);
   }
+  // best_available skips AVX512-BF16 on cores where its dot product is slow.
   device.slow_bf16_dot =
       usable(device, cpu::Isa::avx512_bf16) && cpu::best_available() < cpu::Isa::avx512_bf16;
   return device;
@@ -32,7 +33,7 @@ const Device& hardware() {
 
 std::string names(bool (*wanted)(const Device&, cpu::Isa)) {
   std::string list;
-  for (std::size_t i = 0; i < kIsas; ++i) {
+  for (std::size_t i = 0; i < kIsaCount; ++i) {
     if (!wanted(hardware(), static_cast<cpu::Isa>(i))) continue;
     if (!list.empty()) list += ", ";
     list += cpu::kIsaNames[i];
@@ -49,7 +50,7 @@ Request parse(const char* argument, const std::string& name) {
   Request request;
   const std::string given = argument + (" is \"" + name + "\": ");
   const std::string allowed = "; on this machine it must be one of " + names(usable);
-  for (std::size_t i = 0; i < kIsas; ++i) {
+  for (std::size_t i = 0; i < kIsaCount; ++i) {
     if (name == cpu::kIsaNames[i]) request.isa = static_cast<cpu::Isa>(i);
   }
   if (!request.isa) {
@@ -70,10 +71,11 @@ const Request& environment() {
   return request;
 }
 
-// The last selection by select_isa: an instruction set, or one of these two.
-constexpr int32_t kNothing = -1;
+// What select_isa was last called with: an instruction set, kBest for null, or kNotSelected before
+// the first call.
+constexpr int32_t kNotSelected = -1;
 constexpr int32_t kBest = -2;
-std::atomic<int32_t> selection{kNothing};
+std::atomic<int32_t> selection{kNotSelected};
 
 }  // namespace
 
@@ -87,7 +89,7 @@ bool worth_using(const Device& device, cpu::Isa isa) {
 
 cpu::Isa instruction_set(const Device& device) {
   if (device.forced) return *device.forced;
-  for (std::size_t i = kIsas; i-- > 0;) {
+  for (std::size_t i = kIsaCount; i-- > 0;) {
     if (worth_using(device, static_cast<cpu::Isa>(i))) return static_cast<cpu::Isa>(i);
   }
   return cpu::Isa::portable;
@@ -99,7 +101,7 @@ Device this_cpu(int32_t threads) {
   const int32_t selected = selection.load(std::memory_order_relaxed);
   if (selected >= 0) {
     device.forced = static_cast<cpu::Isa>(selected);
-  } else if (selected == kNothing && environment().problem.empty()) {
+  } else if (selected == kNotSelected && environment().problem.empty()) {
     device.forced = environment().isa;
   }
   return device;
@@ -119,8 +121,8 @@ std::string select_isa(const char* name) {
 
 std::string environment_problem() {
   if (std::string threads = pool_problem(); !threads.empty()) return threads;
-  return selection.load(std::memory_order_relaxed) == kNothing ? environment().problem
-                                                               : std::string();
+  return selection.load(std::memory_order_relaxed) == kNotSelected ? environment().problem
+                                                                   : std::string();
 }
 
 }  // namespace tilewise::dispatch

@@ -35,18 +35,18 @@ struct Device {
   int32_t threads = 1;             // tasks that may run at a time
 
   // CUDA
-  cuda::Gpu gpu;                           // `table` is the one that TILEWISE_FORCE_ARCH requests
-  const cuda::Registry* inside = nullptr;  // null: what this build holds
+  cuda::Gpu gpu;                             // `table` is the one that TILEWISE_FORCE_ARCH requests
+  const cuda::Registry* registry = nullptr;  // null: the kernels of this build
 };
 
-// The kernels and the machine code that a CUDA device is planned with.
-const cuda::Registry& inside(const Device& device);
+// The kernels and the machine code that the planner assumes for a CUDA device.
+const cuda::Registry& registry_of(const Device& device);
 
-// The tile table that a CUDA device is planned with; 0: there is none for it.
+// The tile table that the planner uses for a CUDA device; 0: no table fits it.
 int32_t tile_table(const Device& device);
 
 // "SASS of sm_75, sm_90 and PTX of sm_75"
-std::string code_text(const cuda::Registry& inside);
+std::string code_text(const cuda::Registry& registry);
 
 // Both compiled and runnable.
 bool usable(const Device& device, cpu::Isa isa);

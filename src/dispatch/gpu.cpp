@@ -52,19 +52,19 @@ void append_list(std::string& text, const char* what, const std::set<int32_t>& s
 
 }  // namespace
 
-const cuda::Registry& inside(const Device& device) {
-  return device.inside != nullptr ? *device.inside : cuda::registry();
+const cuda::Registry& registry_of(const Device& device) {
+  return device.registry != nullptr ? *device.registry : cuda::registry();
 }
 
 int32_t tile_table(const Device& device) {
   return device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
 }
 
-std::string code_text(const cuda::Registry& inside) {
-  if (inside.emulated) return "code for the emulator of the tests";
+std::string code_text(const cuda::Registry& registry) {
+  if (registry.emulated) return "code for the emulator of the tests";
   std::set<int32_t> sass;
   std::set<int32_t> ptx;
-  for (const cuda::Code& code : inside.code) {
+  for (const cuda::Code& code : registry.code) {
     sass.insert(code.sass.begin(), code.sass.end());
     ptx.insert(code.ptx.begin(), code.ptx.end());
   }
@@ -96,10 +96,10 @@ std::string forced_table_problem(const Device& device) {
     return kForce +
            (" is \"" + std::string(std::getenv(kForce)) + "\": it must be one of " + tables());
   }
-  if (inside(device).runs(table, device.gpu.sm)) return {};
+  if (registry_of(device).runs(table, device.gpu.sm)) return {};
   return kForce + (" is " + std::to_string(table)) +
          ": this build has no code of that tile table " + "that a GPU with sm_" +
-         std::to_string(device.gpu.sm) + " runs; it has " + code_text(inside(device));
+         std::to_string(device.gpu.sm) + " runs; it has " + code_text(registry_of(device));
 }
 
 }  // namespace tilewise::dispatch

@@ -49,7 +49,7 @@ struct Family {
   const char* requires_;
 };
 
-inline constexpr Dtypes kReduced = Dtypes::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
+inline constexpr Dtypes kHalfDtypes = Dtypes::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 inline constexpr Dtypes kCpuDtypes =
     Dtypes::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
 
@@ -73,7 +73,7 @@ constexpr Family wgmma_family() {
   Family family = cuda_family("cuda.wgmma", cuda::Family::wgmma, 90, cuda::kWgmmaHeadDims.back().qk,
                               "Hopper, sm_90");
   family.sm.last = 90;
-  family.dtypes = family.gains = kReduced;
+  family.dtypes = family.gains = kHalfDtypes;
   return family;
 }
 
@@ -84,7 +84,7 @@ inline constexpr std::array kManifest = {
     cpu_family("cpu.avx512", cpu::Isa::avx512, kCpuDtypes, "AVX-512 F, BW, DQ and VL"),
     cpu_family("cpu.avx512_bf16", cpu::Isa::avx512_bf16, Dtypes::of(TILEWISE_BFLOAT16),
                "AVX512-BF16"),
-    cpu_family("cpu.amx", cpu::Isa::amx, kReduced, "AMX-TILE and AMX-BF16"),
+    cpu_family("cpu.amx", cpu::Isa::amx, kHalfDtypes, "AMX-TILE and AMX-BF16"),
     cuda_family("cuda.simt", cuda::Family::simt, 60, cuda::kSimtHeadDims.back(),
                 "an NVIDIA GPU, sm_60"),
     cuda_family("cuda.mma_sync", cuda::Family::mma_sync, 75, cuda::kHalfHeadDims.back(),

@@ -109,7 +109,7 @@ const char* short_dtype(int32_t dtype) {
 bool can_run(const Family& family, const Device& device) {
   if (family.device != device.kind) return false;
   if (family.device == TILEWISE_CPU) return usable(device, family.isa);
-  const cuda::Registry& all = inside(device);
+  const cuda::Registry& all = registry_of(device);
   const int32_t sm = device.gpu.sm;
   return sm >= family.sm.first && sm <= family.sm.last &&
          std::any_of(all.kernel_sets.begin(), all.kernel_sets.end(),

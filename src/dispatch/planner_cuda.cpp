@@ -38,9 +38,9 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
   const int32_t table = specific ? cuda::arch::Sm90a::kTable : tile_table(device);
   if (table == 75 && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
     return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
-  if (!inside(device).runs(table, device.gpu.sm)) {
+  if (!registry_of(device).runs(table, device.gpu.sm)) {
     return name + "this build has no code of it for " + sm_text(device) + " (the build has " +
-           code_text(inside(device)) + ")";
+           code_text(registry_of(device)) + ")";
   }
   return name + "it has no tile of head_dim " + std::to_string(head_dim) + " for the " +
          std::to_string(device.gpu.shared_bytes / cuda::arch::kKilobyte) +
@@ -106,9 +106,10 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
     if (row->device != TILEWISE_CUDA || sm < row->sm.first || sm > row->sm.last ||
         !serves(*row, p, gradients))
       continue;
-    decision.cuda = gradients == nullptr
-                        ? cuda::plan_forward(p, row->cuda, device.gpu, inside(device))
-                        : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, inside(device));
+    decision.cuda =
+        gradients == nullptr
+            ? cuda::plan_forward(p, row->cuda, device.gpu, registry_of(device))
+            : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, registry_of(device));
     if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits
     decision.family = &*row;
     decision.status = TILEWISE_OK;
@@ -128,7 +129,7 @@ std::string explain_cuda(const Decision& decision, const Problem& p, const Gradi
 std::string refuse_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
   const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
   return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
-         request_text(p, gradients) + "; it has " + code_text(inside(device)) +
+         request_text(p, gradients) + "; it has " + code_text(registry_of(device)) +
          "; tensors in the memory of the CPU are allowed";
 }
 

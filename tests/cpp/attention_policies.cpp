@@ -163,8 +163,8 @@ Gradients backward(const Toy& toy, const std::vector<Row>& rows, int64_t tile_q,
   return g;
 }
 
-// The definition, in double and without the policies: the loss sum(dout * out) as a function of all
-// inputs.
+// Attention as it is defined, in double and without the policies, and the loss sum(dout * out) as a
+// function of all inputs.
 struct Reference {
   const Toy& toy;
   std::vector<double> q, k, v;  // gathered, [rows or keys, kDim]
@@ -216,7 +216,7 @@ struct Reference {
     return sum;
   }
 
-  double slope_of(std::vector<double>& values, size_t at) {
+  double finite_difference(std::vector<double>& values, size_t at) {
     constexpr double kStep = 1e-5;
     const double old = values[at];
     values[at] = old + kStep;
@@ -246,7 +246,8 @@ Toy make_toy(int seed, int64_t rows, int64_t keys, int64_t left, int64_t right, 
   return toy;
 }
 
-// The same keys scattered over pages of three keys, one head of two, after two rows of padding.
+// Moves the keys, after two keys of padding, into pages of three keys and two heads, of which they
+// use one head. `pages` becomes the block table.
 void scatter(Toy& toy, std::vector<int32_t>& pages) {
   constexpr int64_t kPage = 3;
   constexpr int64_t kPadding = 2;
@@ -328,10 +329,10 @@ TEST_P(Policies, BackwardOverKeyTilesMatchesTheDerivative) {
     const Gradients g = backward(t, forward(t, 4, 5, 1), 4, 3);
     Reference reference(t);
     for (size_t at = 0; at < g.dq.size(); ++at)
-      EXPECT_NEAR(g.dq[at], reference.slope_of(reference.q, at), 2e-5);
+      EXPECT_NEAR(g.dq[at], reference.finite_difference(reference.q, at), 2e-5);
     for (size_t at = 0; at < g.dk.size(); ++at) {
-      EXPECT_NEAR(g.dk[at], reference.slope_of(reference.k, at), 2e-5);
-      EXPECT_NEAR(g.dv[at], reference.slope_of(reference.v, at), 2e-5);
+      EXPECT_NEAR(g.dk[at], reference.finite_difference(reference.k, at), 2e-5);
+      EXPECT_NEAR(g.dv[at], reference.finite_difference(reference.v, at), 2e-5);
     }
   }
 }

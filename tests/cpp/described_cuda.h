@@ -137,12 +137,12 @@ inline const cuda::Registry& every_gpu() {
 }
 
 // The sizes are those of an H100 or H200, with the shared memory of `sm`.
-inline dispatch::Device gpu_with(int32_t sm, const cuda::Registry& inside = every_gpu()) {
+inline dispatch::Device gpu_with(int32_t sm, const cuda::Registry& registry = every_gpu()) {
   dispatch::Device device;
   device.kind = TILEWISE_CUDA;
   const int32_t shared = sm >= 75 ? cuda::arch::limits_of(sm).shared_bytes : 48 * 1024;
   device.gpu = {.sm = sm, .sm_count = 132, .shared_bytes = shared, .l2_bytes = 50 << 20};
-  device.inside = &inside;
+  device.registry = &registry;
   return device;
 }
 

@@ -1,5 +1,5 @@
-// The shared library in programs that load it, unload it, fork, cancel threads and trap exceptions.
-// These tests are not linked to it.
+// The shared library in programs that load it, unload it, fork, cancel threads and trap
+// floating-point exceptions. These tests are not linked to the library.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -37,8 +37,8 @@ class Library {
   void* handle_;
 };
 
-// A forward large enough for every thread of the pool. All rows of v are equal, so every row of the
-// output equals that row.
+// A forward that is large enough to occupy every thread of the pool. All rows of v are equal, so
+// every row of the output equals that row.
 class Call {
  public:
   explicit Call(const Library& library, int64_t rows = 512)
@@ -100,7 +100,7 @@ TEST(Loader, LibraryStaysMappedWhileItsThreadsLive) {
   ASSERT_NE(still_there, nullptr) << "unmapped under the threads of its pool";
   dlclose(still_there);
   for (int i = 0; i < 50; ++i) load_call_and_unload();
-  EXPECT_EQ(threads_of_this_process(), threads) << "one pool, however often it is loaded";
+  EXPECT_EQ(threads_of_this_process(), threads) << "one pool, however often the library is loaded";
 }
 
 // Forks and expects a correct call in the child. An alarm ends a child that hangs.
@@ -121,7 +121,7 @@ TEST(Loader, ForkedChildCanCall) {
   GTEST_SKIP() << "ThreadSanitizer does not follow threads that start after a fork";
 #endif
   const Library library;
-  expect_a_call_in_a_child(library);  // the parent may not have called yet
+  expect_a_call_in_a_child(library);  // before the parent's first call
   ASSERT_TRUE(Call(library).run());
   expect_a_call_in_a_child(library);
 
@@ -140,7 +140,7 @@ TEST(Loader, CancellationWaitsUntilTheCallIsOver) {
   struct State {
     const Library library;
     Call call{library};
-    std::atomic<bool> inside{false}, cancelled{false}, right{false}, went_on{false};
+    std::atomic<bool> inside{false}, cancelled{false}, correct{false}, went_on{false};
   } state;
   tilewise_parallel hook{};
   hook.user = &state;
@@ -158,7 +158,7 @@ TEST(Loader, CancellationWaitsUntilTheCallIsOver) {
                 &thread, nullptr,
                 [](void* user) -> void* {
                   State& s = *static_cast<State*>(user);
-                  s.right = s.call.run();
+                  s.correct = s.call.run();
                   pthread_testcancel();
                   s.went_on = true;
                   return nullptr;
@@ -170,8 +170,8 @@ TEST(Loader, CancellationWaitsUntilTheCallIsOver) {
   state.cancelled = true;
   void* result = nullptr;
   ASSERT_EQ(pthread_join(thread, &result), 0);
-  EXPECT_TRUE(state.right) << "the call ends as if nothing had happened";
-  EXPECT_EQ(result, PTHREAD_CANCELED) << "and the thread at its next cancellation point";
+  EXPECT_TRUE(state.correct) << "the call ends as if nothing had happened";
+  EXPECT_EQ(result, PTHREAD_CANCELED) << "the thread ends at its next cancellation point";
   EXPECT_FALSE(state.went_on);
 }
 
@@ -182,10 +182,10 @@ TEST(Loader, TrappedExceptionsAreMaskedDuringACall) {
   constexpr int kTrapped = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;
   Call call(library);
   feenableexcept(kTrapped);
-  const bool right = call.run();
+  const bool correct = call.run();
   const int trapped = fegetexcept();
   fedisableexcept(FE_ALL_EXCEPT);
-  EXPECT_TRUE(right);
+  EXPECT_TRUE(correct);
   EXPECT_EQ(trapped, kTrapped);
 }
 #endif

@@ -271,7 +271,7 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
   hopper.gpu.sm = 90;
-  hopper.inside = &nothing;
+  hopper.registry = &nothing;
   const Answer cuda = ask(problem(TILEWISE_BFLOAT16), nullptr, hopper);
   EXPECT_EQ(cuda.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(cuda.why,

@@ -79,9 +79,9 @@ TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   std::vector<const cuda::KernelSet*> kernel_sets;
   for (const cuda::KernelSet* kernel_set : every_gpu().kernel_sets)
     if (kernel_set->dtype != TILEWISE_FLOAT8_E4M3) kernel_sets.push_back(kernel_set);
-  cuda::Registry inside = every_gpu();
-  inside.kernel_sets = kernel_sets;
-  const Device device = gpu_with(90, inside);
+  cuda::Registry registry = every_gpu();
+  registry.kernel_sets = kernel_sets;
+  const Device device = gpu_with(90, registry);
   const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1024));
   EXPECT_EQ(forward(p, device).family, cuda::Family::simt);
   EXPECT_NE(explained(p, device).find("cuda.mma_sync would be faster, but it has no tile"),

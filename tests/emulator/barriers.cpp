@@ -73,7 +73,7 @@ void MemoryBarriers::check_bytes(const Barrier& b) const {
     fault(text("%s: more bytes than it can count", describe(index_of(b)).c_str()));
   }
   if (b.pending == 0 && b.in_flight > b.bytes) {
-    fault(text("%s: copies deliver %lld bytes more than were announced",
+    fault(text("%s: copies deliver %lld bytes more than were expected",
                describe(index_of(b)).c_str(), static_cast<long long>(b.in_flight - b.bytes)));
   }
 }

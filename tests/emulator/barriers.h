@@ -45,7 +45,7 @@ class MemoryBarriers {
     uint32_t address = 0;
     int arrivals = 0;
     int pending = 0;        // arrivals still expected
-    int64_t bytes = 0;      // announced minus landed
+    int64_t bytes = 0;      // expected minus landed
     int64_t in_flight = 0;  // started minus landed
     uint32_t phase = 0;
     int initialiser = 0;

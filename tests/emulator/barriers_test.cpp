@@ -77,7 +77,8 @@ TEST(Mbarrier, Misuse) {
               "where an mbarrier is in use");
   expect_part(fault_of(1, 32, 64, [] { ptx::mbarrier_init(byte(8), 0); }), "with 0 arrivals");
   expect_part(fault_of(1, 32, 64, [] { ptx::mbarrier_init(byte(4), 1); }), "not aligned");
-  expect_part(fault_of(1, 32, 64, [] { ptx::mbarrier_init(byte(64), 1); }), "the launch gave 64");
+  expect_part(fault_of(1, 32, 64, [] { ptx::mbarrier_init(byte(64), 1); }),
+              "the launch requested 64");
   expect_part(fault_of(1, 32, 64,
                        [] {
                          init(0, 1);

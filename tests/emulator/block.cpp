@@ -218,7 +218,7 @@ std::string Block::left_undone() const {
     const BlockState& f = *states_[static_cast<size_t>(rank)];
     const int overrun = f.shared.first_overrun();
     if (overrun >= 0) {
-      return text("byte %d of shared memory was written, the launch gave %d bytes", overrun,
+      return text("byte %d of shared memory was written; the launch requested %d bytes", overrun,
                   launch_->shared_bytes);
     }
     const std::string unfinished = f.barriers.unfinished();

@@ -216,13 +216,13 @@ TEST(Bulk, RefusesInvalidTensorMaps) {
 
 // A thread loads two boxes; then all threads of two warps run `then`.
 template <class Then>
-std::string fault_after_load(int announced, Then then) {
+std::string fault_after_load(int expected, Then then) {
   const Tensor tensor;
   const TensorMap map = tensor.map();
   return fault_of(1, 64, kBytes, [&] {
     init();
     if (ptx::thread_index() == 0) {
-      ptx::mbarrier_arrive_expect_tx(byte(kBarrier), announced);
+      ptx::mbarrier_arrive_expect_tx(byte(kBarrier), expected);
       load(map, 0, 0, 0, 0, 0);
       load(map, kBoxBytes, 0, 0, 1, 0);
     }
@@ -263,7 +263,7 @@ TEST(Bulk, AccessWithoutWaiting) {
 TEST(Bulk, AnnouncedBytes) {
   const auto wait = [](const TensorMap&) { ptx::mbarrier_wait_parity(byte(kBarrier), 0); };
   expect_part(fault_after_load(kBoxBytes, wait),
-              "copies deliver 2048 bytes more than were announced");
+              "copies deliver 2048 bytes more than were expected");
   const std::string message = fault_after_load(kTwoBoxes + 16, wait);
   expect_part(message, "deadlock");
   expect_part(message, "(phase 0, 1 of 1 arrivals, 4112 bytes to come, 4096 in flight)");
@@ -410,7 +410,7 @@ TEST(Bulk, Misaligned) {
   };
   expect_part(start([&] { load(map, 64, 0, 0, 0, 0); }), "not 128-byte aligned");
   expect_part(start([&] { load(none, 0, 0, 0, 0, 0); }), "no tensor map");
-  expect_part(start([&] { load(map, 3 * kBoxBytes, 0, 0, 0, 0); }), "the launch gave");
+  expect_part(start([&] { load(map, 3 * kBoxBytes, 0, 0, 0, 0); }), "the launch requested");
   expect_part(start([&] { ptx::cp_async_bulk_load(byte(0), global_sums + 1, 16, byte(kBarrier)); }),
               "multiples of 16");
   expect_part(start([&] { ptx::cp_async_bulk_load(byte(0), global_sums, 8, byte(kBarrier)); }),

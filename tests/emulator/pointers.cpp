@@ -1,7 +1,7 @@
-// Kernels also access shared memory through plain pointers. Compiled with -fsanitize=thread, they
-// announce every memory access with a call. These functions answer the calls in place of
-// ThreadSanitizer's library, which is not linked: accesses to the block's shared memory are
-// checked, and all others are ignored.
+// Kernels also access shared memory through plain pointers. With -fsanitize=thread the compiler
+// precedes every memory access by a call. The functions here receive these calls in place of
+// ThreadSanitizer's library, which is not linked: they check accesses to the block's shared memory
+// and ignore all others.
 #include <cstdint>
 #include <cstring>
 
@@ -23,14 +23,14 @@ void note(Block& b, const void* p, int64_t bytes, const void* place) {
                 static_cast<int>(bytes));
 }
 
-void announce_read(const void* p, int64_t bytes, const void* place) {
+void check_read(const void* p, int64_t bytes, const void* place) {
   Block* b = block_of(p);
   if (b == nullptr) return;
   b->shared().plain_read(p, bytes, b->moment());
   note(*b, p, bytes, place);
 }
 
-void announce_write(const void* p, int64_t bytes, const void* place) {
+void check_write(const void* p, int64_t bytes, const void* place) {
   Block* b = block_of(p);
   if (b == nullptr) return;
   b->shared().plain_write(p, bytes, b->moment());
@@ -40,31 +40,29 @@ void announce_write(const void* p, int64_t bytes, const void* place) {
 }  // namespace
 }  // namespace tilewise::cuda::emulator
 
-// The names are defined by the compilers.
+// The compilers prescribe these names.
 // NOLINTBEGIN(bugprone-reserved-identifier)
-using tilewise::cuda::emulator::announce_read;
-using tilewise::cuda::emulator::announce_write;
+using tilewise::cuda::emulator::check_read;
+using tilewise::cuda::emulator::check_write;
 
-#define TILEWISE_EMULATOR_ACCESS(bytes)                                                        \
-  void __tsan_read##bytes(void* p) { announce_read(p, bytes, __builtin_return_address(0)); }   \
-  void __tsan_write##bytes(void* p) { announce_write(p, bytes, __builtin_return_address(0)); } \
-  void __tsan_unaligned_read##bytes(void* p) {                                                 \
-    announce_read(p, bytes, __builtin_return_address(0));                                      \
-  }                                                                                            \
-  void __tsan_unaligned_write##bytes(void* p) {                                                \
-    announce_write(p, bytes, __builtin_return_address(0));                                     \
-  }                                                                                            \
-  void __tsan_volatile_read##bytes(void* p) {                                                  \
-    announce_read(p, bytes, __builtin_return_address(0));                                      \
-  }                                                                                            \
-  void __tsan_volatile_write##bytes(void* p) {                                                 \
-    announce_write(p, bytes, __builtin_return_address(0));                                     \
-  }                                                                                            \
-  void __tsan_unaligned_volatile_read##bytes(void* p) {                                        \
-    announce_read(p, bytes, __builtin_return_address(0));                                      \
-  }                                                                                            \
-  void __tsan_unaligned_volatile_write##bytes(void* p) {                                       \
-    announce_write(p, bytes, __builtin_return_address(0));                                     \
+#define TILEWISE_EMULATOR_ACCESS(bytes)                                                            \
+  void __tsan_read##bytes(void* p) { check_read(p, bytes, __builtin_return_address(0)); }          \
+  void __tsan_write##bytes(void* p) { check_write(p, bytes, __builtin_return_address(0)); }        \
+  void __tsan_unaligned_read##bytes(void* p) {                                                     \
+    check_read(p, bytes, __builtin_return_address(0));                                             \
+  }                                                                                                \
+  void __tsan_unaligned_write##bytes(void* p) {                                                    \
+    check_write(p, bytes, __builtin_return_address(0));                                            \
+  }                                                                                                \
+  void __tsan_volatile_read##bytes(void* p) { check_read(p, bytes, __builtin_return_address(0)); } \
+  void __tsan_volatile_write##bytes(void* p) {                                                     \
+    check_write(p, bytes, __builtin_return_address(0));                                            \
+  }                                                                                                \
+  void __tsan_unaligned_volatile_read##bytes(void* p) {                                            \
+    check_read(p, bytes, __builtin_return_address(0));                                             \
+  }                                                                                                \
+  void __tsan_unaligned_volatile_write##bytes(void* p) {                                           \
+    check_write(p, bytes, __builtin_return_address(0));                                            \
   }
 
 extern "C" {
@@ -77,10 +75,10 @@ TILEWISE_EMULATOR_ACCESS(4)
 TILEWISE_EMULATOR_ACCESS(8)
 TILEWISE_EMULATOR_ACCESS(16)
 void __tsan_read_range(void* p, unsigned long bytes) {
-  announce_read(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_read(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
 void __tsan_write_range(void* p, unsigned long bytes) {
-  announce_write(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_write(p, static_cast<int64_t>(bytes), __builtin_return_address(0));
 }
 // Atomics on counters in global memory.
 int __tsan_atomic32_fetch_add(volatile int* p, int x, int order) {
@@ -90,17 +88,17 @@ int __tsan_atomic32_fetch_add(volatile int* p, int x, int order) {
 void __tsan_vptr_read(void**) {}
 void __tsan_vptr_update(void**, void*) {}
 void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
-  announce_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
-  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
 void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
-  announce_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
-  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_read(from, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
 void* __tsan_memset(void* to, int value, unsigned long bytes) {
-  announce_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
+  check_write(to, static_cast<int64_t>(bytes), __builtin_return_address(0));
   return std::memset(to, value, bytes);
 }
 }

@@ -1,4 +1,5 @@
-// Compiled with the flags of the kernels, so that accesses through plain pointers are announced.
+// Races and bounds errors of accesses through plain pointers. This file is compiled with
+// -fsanitize=thread, so that the emulator sees these accesses (pointers.cpp).
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/shared.h"

@@ -68,7 +68,7 @@ int SharedMemory::first_overrun() const {
 uint32_t SharedMemory::address_of(const void* p) const {
   const auto offset = static_cast<const char*>(p) - data_;
   if (offset < 0 || offset > bytes_) {
-    fault(text("shared_address of byte %lld, the launch gave %d bytes",
+    fault(text("shared_address of byte %lld; the launch requested %d bytes",
                static_cast<long long>(offset), bytes_));
   }
   return static_cast<uint32_t>(offset) + kFirstAddress;
@@ -77,7 +77,7 @@ uint32_t SharedMemory::address_of(const void* p) const {
 SharedMemory::HalfWords SharedMemory::checked(uint32_t address, int bytes, const char* what) const {
   const int64_t offset = static_cast<int64_t>(address) - kFirstAddress;
   if (offset < 0 || offset + bytes > bytes_) {
-    fault(text("%s of %d bytes at byte %lld of shared memory, the launch gave %d bytes", what,
+    fault(text("%s of %d bytes at byte %lld of shared memory; the launch requested %d bytes", what,
                bytes, static_cast<long long>(offset), bytes_));
   }
   if (offset % bytes != 0) {
@@ -120,7 +120,7 @@ void SharedMemory::check_written(HalfWords range, const char* what, const Moment
     if (half_word(data_ + 2 * i) == kPoison) {
       fault(text("%s of byte %u of shared memory, which was not written", what, 2 * i));
     }
-    states_[i] = kWritten;  // written through an unannounced plain pointer
+    states_[i] = kWritten;  // written through a plain pointer in code without instrumentation
   }
 }
 
@@ -170,7 +170,7 @@ SharedMemory::HalfWords SharedMemory::checked_chunks(uint32_t address, int bytes
                                                      const char* what) const {
   const int64_t offset = static_cast<int64_t>(address) - kFirstAddress;
   if (offset < 0 || offset + bytes > bytes_) {
-    fault(text("%s of %d bytes at byte %lld of shared memory, the launch gave %d bytes", what,
+    fault(text("%s of %d bytes at byte %lld of shared memory; the launch requested %d bytes", what,
                bytes, static_cast<long long>(offset), bytes_));
   }
   if (offset % kChunkBytes != 0 || bytes % kChunkBytes != 0) {
@@ -241,19 +241,21 @@ void SharedMemory::claim_barrier(uint32_t address, const Moment& m) {
   std::fill_n(states_.begin() + range.begin, 4, uint8_t{kBarrier});
 }
 
-// The other byte of the first and the last half-word counts as accessed.
-SharedMemory::HalfWords SharedMemory::plain(const void* p, int64_t bytes, const char* what) const {
+// States are kept per half-word, so an access to one byte of a half-word counts as an access to
+// both.
+SharedMemory::HalfWords SharedMemory::checked_plain(const void* p, int64_t bytes,
+                                                    const char* what) const {
   const auto offset = static_cast<const char*>(p) - data_;
   if (offset < 0 || offset + bytes > bytes_) {
-    fault(text("%s of %lld bytes at byte %lld of shared memory, the launch gave %d bytes", what,
-               static_cast<long long>(bytes), static_cast<long long>(offset), bytes_));
+    fault(text("%s of %lld bytes at byte %lld of shared memory; the launch requested %d bytes",
+               what, static_cast<long long>(bytes), static_cast<long long>(offset), bytes_));
   }
   return {static_cast<uint32_t>(offset / 2), static_cast<uint32_t>((offset + bytes + 1) / 2)};
 }
 
 void SharedMemory::plain_read(const void* p, int64_t bytes, const Moment& m) {
   const char* what = "read through a pointer";
-  const HalfWords range = plain(p, bytes, what);
+  const HalfWords range = checked_plain(p, bytes, what);
   check_landed(range, what);
   if (check_races_) {
     for (uint32_t i = range.begin; i < range.end; ++i) {
@@ -265,7 +267,7 @@ void SharedMemory::plain_read(const void* p, int64_t bytes, const Moment& m) {
 
 void SharedMemory::plain_write(const void* p, int64_t bytes, const Moment& m) {
   const char* what = "write through a pointer";
-  const HalfWords range = plain(p, bytes, what);
+  const HalfWords range = checked_plain(p, bytes, what);
   check_landed(range, what);
   if (bytes > 1) check_write_race(range, what, m, nullptr);
   note_write(range, m);

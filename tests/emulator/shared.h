@@ -66,14 +66,15 @@ class SharedMemory {
   void finish_async_write(uint32_t address, int bytes, int copier, uint32_t time);
   void start_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
   void finish_async_read(uint32_t address, int bytes, const char* what, const Moment& moment);
-  // The end of an asynchronous read after which other threads do not learn that the bytes are free.
+  // Ends an asynchronous read whose end no thread of this block waits for, so no later write is
+  // ordered against it.
   void end_use(uint32_t address, int bytes);
   void finish_async_read_by_warp(uint32_t address, const Moment& moment);
   // From here on the 8 bytes are an mbarrier.
   void claim_barrier(uint32_t address, const Moment& moment);
   char* at(uint32_t address) const { return data_ + (address - kFirstAddress); }
 
-  // Accesses through plain pointers, where the compiler announces them (pointers.cpp). `contains`
+  // Accesses through plain pointers, where the compiler instruments them (pointers.cpp). `contains`
   // also covers the guard area around the bytes of the launch.
   bool contains(const void* p) const {
     return static_cast<uintptr_t>(static_cast<const char*>(p) - region_) <
@@ -101,7 +102,7 @@ class SharedMemory {
   };
 
   HalfWords checked(uint32_t address, int bytes, const char* what) const;
-  HalfWords plain(const void* p, int64_t bytes, const char* what) const;
+  HalfWords checked_plain(const void* p, int64_t bytes, const char* what) const;
   const char* read(uint32_t address, int bytes, const char* what, const Moment& m, uint16_t reader);
   void check_written(HalfWords range, const char* what, const Moment& m);
   void check_landed(HalfWords range, const char* what) const;

@@ -80,7 +80,7 @@ TEST(Shared, PlainPointersMarkBytesAsWritten) {
 
 TEST(Shared, OutOfBounds) {
   expect_part(fault_of(1, 32, 128, [] { ptx::st_shared_b32(byte(4 + ptx::lane_index() * 4), 1); }),
-              "st.shared of 4 bytes at byte 128 of shared memory, the launch gave 128 bytes");
+              "st.shared of 4 bytes at byte 128 of shared memory; the launch requested 128 bytes");
   expect_part(fault_of(1, 32, 128,
                        [] {
                          uint32_t r[4];
@@ -105,7 +105,7 @@ TEST(Shared, PlainPointerPastTheEnd) {
                          auto* words = reinterpret_cast<volatile uint32_t*>(ptx::shared_memory());
                          words[ptx::lane_index() % 26] = 1;
                        }),
-              "byte 100 of shared memory was written, the launch gave 100 bytes");
+              "byte 100 of shared memory was written; the launch requested 100 bytes");
 }
 
 TEST(Shared, Misaligned) {

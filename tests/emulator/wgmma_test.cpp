@@ -289,7 +289,7 @@ TEST(WgmmaFaults, UnwrittenOperands) {
                 multiply(d, square(0).by_columns(), square(4).by_columns());
                 finish();
               }),
-              "the launch gave");
+              "the launch requested");
 }
 
 TEST(WgmmaFaults, OperandsWithoutFence) {

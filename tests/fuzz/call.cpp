@@ -10,8 +10,8 @@ namespace fuzz {
 namespace {
 
 constexpr uint8_t kPoison = 0xfe;
-// Aligned, but never mapped: following it ends the run.
-void* const kNowhere = reinterpret_cast<void*>(uintptr_t{4096});
+// An aligned address that is never mapped: an access through it crashes the run.
+void* const kUnmapped = reinterpret_cast<void*>(uintptr_t{4096});
 
 long long as_long(int64_t x) { return x; }
 
@@ -34,14 +34,14 @@ void* Memory::tensor(const std::array<int64_t, 3>& sizes, const std::array<int64
     const __int128 reach = static_cast<__int128>(sizes[i] - 1) * strides[i];
     if (reach > kLimit || reach < -kLimit) {
       exceeded_ = true;
-      return kNowhere;
+      return kUnmapped;
     }
     (reach < 0 ? low : high) += reach;
   }
   total_ += (high - low) * element;
   if (total_ > kLimit) {
     exceeded_ = true;
-    return kNowhere;
+    return kUnmapped;
   }
   Block& block = blocks_.emplace_back();
   block.bytes.assign(static_cast<std::size_t>((high - low) * element), kPoison);
@@ -55,7 +55,7 @@ void* Memory::tensor(const std::array<int64_t, 3>& sizes, const std::array<int64
 }
 
 void Memory::fill(void* data, int64_t element, uint8_t seed, bool wild) {
-  if (data == nullptr || data == kNowhere) return;
+  if (data == nullptr || data == kUnmapped) return;
   wild_ = wild_ || wild;
   std::vector<uint8_t>& bytes = blocks_.back().bytes;
   uint32_t state = seed * 2654435761u + 1;
@@ -173,7 +173,7 @@ tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> siz
       break;
   }
   tilewise_tensor view{nullptr, strides[0], strides[1], strides[2]};
-  if (in.byte() == 255) return view;  // a pointer that the caller forgot
+  if (in.byte() == 255) return view;  // NULL, as if the caller had forgotten the pointer
   view.data = memory.tensor(sizes, strides, columns, element, writer);
   const uint8_t seed = in.byte();
   if (writer == Writer::none) memory.fill(view.data, element, seed, seed == 255);
@@ -183,7 +183,7 @@ tilewise_tensor read_view(Reader& in, Memory& memory, std::array<int64_t, 3> siz
 
 int32_t* read_indices(Reader& in, Memory& memory, int64_t count, int64_t first, int64_t step) {
   auto* indices = memory.array<int32_t>(count);
-  if (indices == nullptr || indices == kNowhere) return indices;
+  if (indices == nullptr || indices == kUnmapped) return indices;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t b = in.byte();
     // Mostly the intended value, sometimes a little less or more, rarely anything.
@@ -356,13 +356,13 @@ void AttentionCall::read_options(Reader& in) {
 
 void AttentionCall::read_gradients(Reader& in) {
   const int64_t columns_v = a.head_dim_v != 0 ? a.head_dim_v : a.head_dim;
-  const uint8_t left_out = in.byte();
+  const uint8_t which = in.byte();
   g.struct_size = sizeof(g);
   g.dout = rows(in, columns_v, Writer::none);
-  if ((left_out & 1) == 0) g.dq = rows(in, a.head_dim, Writer::backward);
-  if ((left_out & 2) == 0) g.dk = keys(in, a.head_dim, Writer::backward);
-  if ((left_out & 4) == 0) g.dv = keys(in, columns_v, Writer::backward);
-  if ((left_out & 8) != 0 && a.bias != nullptr) {
+  if ((which & 1) == 0) g.dq = rows(in, a.head_dim, Writer::backward);
+  if ((which & 2) == 0) g.dk = keys(in, a.head_dim, Writer::backward);
+  if ((which & 4) == 0) g.dv = keys(in, columns_v, Writer::backward);
+  if ((which & 8) != 0 && a.bias != nullptr) {
     const std::array<int64_t, 3> strides = {
         a.bias_stride_batch == 0 ? 0 : times(times(g.dbias_rows, a.heads_q), g.dbias_keys),
         a.bias_stride_row == 0 ? 0 : times(a.heads_q, g.dbias_keys),
@@ -375,10 +375,10 @@ void AttentionCall::read_gradients(Reader& in) {
         {size(a.batch, strides[0]), size(a.seqlen_q, strides[1]), size(a.heads_q, strides[2])},
         strides, g.dbias_keys, 4, Writer::backward));
   }
-  if ((left_out & 16) != 0 && a.sinks != nullptr)
+  if ((which & 16) != 0 && a.sinks != nullptr)
     g.dsinks = memory.array<float>(a.heads_q, Writer::backward);
-  if ((left_out & 32) != 0) g.dscale = memory.array<float>(1, Writer::backward);
-  if ((left_out & 64) != 0) {
+  if ((which & 32) != 0) g.dscale = memory.array<float>(1, Writer::backward);
+  if ((which & 64) != 0) {
     const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
     const tilewise_tensor dlse =
         read_view(in, memory, {batch, 1, a.heads_q}, a.seqlen_q, 4, Writer::none);

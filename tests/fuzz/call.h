@@ -1,4 +1,5 @@
-// From bytes to calls of the C ABI whose memory is exactly as large as the struct says.
+// Turns the bytes of a fuzzer into calls of the C ABI whose memory is exactly as large as their
+// structs say.
 #pragma once
 
 #include <array>
@@ -46,8 +47,8 @@ class Reader {
 // The pass that writes a block: none, the forward (or the append), or the backward.
 enum class Writer { none, forward, backward };
 
-// Blocks that end where AddressSanitizer detects the next byte. Outputs are poisoned, so that
-// missing and stray writes show.
+// Heap blocks that end with the last element, so that AddressSanitizer detects an access past it.
+// Outputs start as poison, which reveals missing and stray writes.
 class Memory {
  public:
   // A call with more bytes than this in total is only planned, not run.
@@ -100,7 +101,7 @@ struct AttentionCall {
   explicit AttentionCall(Reader& in);
   // Whether memory and multiply-adds are small enough to run the call.
   bool runnable() const;
-  // Prints the call for the report of a finding.
+  // Prints the call, for reports of failures.
   void print() const;
 
  private:

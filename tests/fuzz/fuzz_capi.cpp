@@ -1,5 +1,6 @@
-// libFuzzer target: a struct is either refused with a sentence and without a write, or served in
-// full within the memory that it describes; and the planner has a sane plan for it on any GPU.
+// libFuzzer target: a call is either rejected with an error message before anything is written, or
+// served in full within the memory that its struct describes. The planner must also have a
+// consistent plan for it on any GPU.
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -25,9 +26,9 @@ Workspace workspace(int64_t bytes) {
 
 constexpr int64_t kWorkspaceLimit = 1 << 27;
 
-// Whether the call was served. A backward that reads an `out` which no forward has written computes
-// poison again, so its outputs are not checked then.
-bool run(fuzz::AttentionCall& call, bool backward, bool look) {
+// Returns whether the call was served. `check_outputs` is false for a backward that reads an `out`
+// which no forward has written: it computes with poison, which its outputs may then contain.
+bool run(fuzz::AttentionCall& call, bool backward, bool check_outputs) {
   tilewise_plan_info info;
   const tilewise_status planned = fuzz::plan(call.a, backward ? &call.g : nullptr, &info);
   if (!call.runnable() || info.workspace_bytes > kWorkspaceLimit) return false;
@@ -36,11 +37,12 @@ bool run(fuzz::AttentionCall& call, bool backward, bool look) {
       backward ? tilewise_backward(&call.a, &call.g, memory.get(), info.workspace_bytes)
                : tilewise_forward(&call.a, memory.get(), info.workspace_bytes);
   check_message(status);
-  expect(planned == TILEWISE_OK || status != TILEWISE_OK, "a launch of what the plan refuses");
+  expect(planned == TILEWISE_OK || status != TILEWISE_OK,
+         "a call was served although the planner rejects it");
   const Writer writer = backward ? Writer::backward : Writer::forward;
   if (status != TILEWISE_OK) {
     expect(call.memory.untouched(writer), "a refused launch has written");
-  } else if (look && !call.memory.wild()) {
+  } else if (check_outputs && !call.memory.wild()) {
     const bool complete = call.memory.complete(writer);
     if (!complete) call.print();
     expect(complete, "elements are missing, or others were written");
@@ -56,7 +58,7 @@ void run(fuzz::AppendCall& call) {
          "a refused append has written");
 }
 
-// All instruction sets that this machine can run.
+// Selects one of the instruction sets that this machine can run.
 void select_cpu(uint8_t choice) {
   int32_t usable = 0;
   int32_t available = 0;

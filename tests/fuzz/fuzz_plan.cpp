@@ -1,5 +1,5 @@
-// libFuzzer target: structs with any sizes and options, without memory behind them. Each is refused
-// with a sentence, or the planner has a sane plan for it on this CPU and on any GPU.
+// libFuzzer target: structs with any sizes and options, without memory behind them. Each is either
+// rejected with an error message or gets a consistent plan for this CPU and for any GPU.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -12,22 +12,22 @@ namespace {
 using fuzz::Reader;
 using fuzz::times;
 
-// Aligned, but never mapped: a plan follows no pointer.
+// An aligned address that is never mapped, because planning dereferences no pointer.
 template <class T = void>
-T* somewhere() {
+T* unmapped() {
   return reinterpret_cast<T*>(uintptr_t{4096});
 }
 
 // Sizes from 0 to beyond the largest valid one, with all orders of magnitude equally likely.
-int64_t size(Reader& in, int64_t plain) {
+int64_t size(Reader& in, int64_t usual) {
   const uint8_t magnitude = in.byte();
-  if (magnitude == 0) return plain;
+  if (magnitude == 0) return usual;
   const uint8_t digits = in.byte();
   return ((int64_t{8} + (digits & 7)) << (magnitude % 42) >> 3) + (digits >> 6) - 1;
 }
 
 tilewise_tensor view(Reader& in, const std::array<int64_t, 3>& sizes, int64_t columns) {
-  tilewise_tensor t = {somewhere(), times(times(sizes[1], sizes[2]), columns),
+  tilewise_tensor t = {unmapped(), times(times(sizes[1], sizes[2]), columns),
                        times(sizes[2], columns), columns};
   switch (in.byte() % 8) {
     case 5:
@@ -45,11 +45,11 @@ tilewise_tensor view(Reader& in, const std::array<int64_t, 3>& sizes, int64_t co
   return t;
 }
 
-struct Described {
+struct DescribedCall {
   tilewise_attention a{};
   tilewise_gradients g{};
 
-  explicit Described(Reader& in) {
+  explicit DescribedCall(Reader& in) {
     a.struct_size = sizeof(a);
     g.struct_size = sizeof(g);
     a.dtype = in.pick32({2, 1, 0});
@@ -77,7 +77,7 @@ struct Described {
   void read_arrays(Reader& in) {
     const uint8_t which = in.byte();
     const auto given = [which](int bit) {
-      return (which >> bit & 1) != 0 ? somewhere<const int32_t>() : nullptr;
+      return (which >> bit & 1) != 0 ? unmapped<const int32_t>() : nullptr;
     };
     a.cu_seqlens_q = given(0);
     a.cu_seqlens_k = given(1);
@@ -97,7 +97,7 @@ struct Described {
   void read_options(Reader& in) {
     const uint8_t which = in.byte();
     const auto given = [which](int bit) {
-      return (which >> bit & 1) != 0 ? somewhere<const float>() : nullptr;
+      return (which >> bit & 1) != 0 ? unmapped<const float>() : nullptr;
     };
     a.scale = 0.25f;
     a.softcap = (which & 1) != 0 ? 5.0f : 0.0f;
@@ -125,16 +125,16 @@ struct Described {
     a.k = view(in, keys, a.head_dim);
     a.v = view(in, keys, columns_v);
     a.out = g.dout = view(in, rows, columns_v);
-    a.lse = somewhere<float>();
+    a.lse = unmapped<float>();
     a.lse_stride_batch = times(a.heads_q, a.seqlen_q);
     a.lse_stride_head = a.seqlen_q;
-    const uint8_t left_out = in.byte();
-    const bool own_rows = paged || a.kv_batch_idx != nullptr;
-    if ((left_out & 1) == 0) g.dq = view(in, rows, a.head_dim);
-    if ((left_out & 2) == 0) g.dk = view(in, own_rows ? capacity : keys, a.head_dim);
-    if ((left_out & 4) == 0) g.dv = view(in, own_rows ? capacity : keys, columns_v);
-    if ((left_out & 8) != 0 && a.sinks != nullptr) g.dsinks = somewhere<float>();
-    if ((left_out & 16) != 0) g.dscale = somewhere<float>();
+    const uint8_t which = in.byte();
+    const bool per_sequence = paged || a.kv_batch_idx != nullptr;
+    if ((which & 1) == 0) g.dq = view(in, rows, a.head_dim);
+    if ((which & 2) == 0) g.dk = view(in, per_sequence ? capacity : keys, a.head_dim);
+    if ((which & 4) == 0) g.dv = view(in, per_sequence ? capacity : keys, columns_v);
+    if ((which & 8) != 0 && a.sinks != nullptr) g.dsinks = unmapped<float>();
+    if ((which & 16) != 0) g.dscale = unmapped<float>();
   }
 };
 
@@ -142,7 +142,7 @@ struct Described {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t bytes) {
   Reader in(data, bytes);
-  const Described call(in);
+  const DescribedCall call(in);
   tilewise_plan_info info;
   fuzz::plan(call.a, nullptr, &info);
   fuzz::plan(call.a, &call.g, &info);

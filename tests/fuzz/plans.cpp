@@ -23,7 +23,7 @@ const std::vector<tilewise::dispatch::Device>& gpus() {
   return all;
 }
 
-// Expects a sane plan for a call that has been validated.
+// Expects a consistent plan, or none, on each of the GPUs for a call that has been validated.
 void plan_for_gpus(tilewise::Problem p, const tilewise_gradients* g) {
   p.device = TILEWISE_CUDA;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
@@ -31,9 +31,9 @@ void plan_for_gpus(tilewise::Problem p, const tilewise_gradients* g) {
   for (const tilewise::dispatch::Device& gpu : gpus()) {
     const tilewise::dispatch::Decision decision = tilewise::dispatch::plan(p, g, gpu);
     if (decision.status != TILEWISE_OK) continue;
-    const tilewise::cuda::Plan& cut = decision.cuda;
-    expect(cut.workspace_bytes >= 0 && cut.blocks >= 0, "a plan of a negative size");
-    expect(cut.splits >= 1 && cut.pack >= 1, "a plan without a split or a head");
+    const tilewise::cuda::Plan& gpu_plan = decision.cuda;
+    expect(gpu_plan.workspace_bytes >= 0 && gpu_plan.blocks >= 0, "a plan of a negative size");
+    expect(gpu_plan.splits >= 1 && gpu_plan.pack >= 1, "a plan without a split or a head");
   }
 }
 
@@ -47,7 +47,7 @@ void expect(bool condition, const char* what) {
 
 void check_message(tilewise_status status) {
   expect((status == TILEWISE_OK) == (*tilewise_last_error() == '\0'),
-         "a status without its sentence");
+         "the status and the error message contradict each other");
   expect(status != TILEWISE_INTERNAL && status != TILEWISE_WORKSPACE_TOO_SMALL,
          "a status that no input may cause here");
 }

@@ -5,13 +5,14 @@
 
 namespace fuzz {
 
-// Reports a finding and ends the process.
+// Unless `condition` holds, prints `what` with the library's last error and aborts.
 void expect(bool condition, const char* what);
-// Checks that a status comes with a sentence and is one that an input may cause.
+// Checks that exactly a failure comes with an error message, and that an input may cause the
+// status.
 void check_message(tilewise_status status);
 
-// Whether the call is refused with a sentence; otherwise it must have a sane plan on this CPU,
-// given by `info`, and on any GPU. The call is a backward if `g` is given.
+// Plans the call on this CPU, which `info` receives, and on described GPUs. Aborts unless the call
+// is rejected with an error message or every plan is consistent. It is a backward if `g` is given.
 tilewise_status plan(const tilewise_attention& a, const tilewise_gradients* g,
                      tilewise_plan_info* info);
 

@@ -4,7 +4,7 @@
 
 namespace tilewise::cpu {
 
-// fp32 uses the kernels of the avx512 table, as the same code would be compiled here.
+// AMX has no fp32 products, so fp32 uses the AVX-512 kernels: the same code would be compiled here.
 const Kernels* amx_kernels(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_BFLOAT16:
