@@ -254,7 +254,7 @@ def sized(structure: type[ctypes.Structure]) -> Any:
 
 
 def check(library: ctypes.CDLL, status: int) -> None:
-    """Raises the exception that belongs to the status of a failed call, with the library's message.
+    """Returns if the status is OK; otherwise raises an exception with the library's message.
 
     Raises:
         ValueError: an argument is invalid.

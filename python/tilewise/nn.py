@@ -23,7 +23,7 @@ Device: TypeAlias = torch.device | str | int | None
 class FlashAttention(torch.nn.Module):
     """Attention of given queries, keys and values, with a softmax scale that can be learned.
 
-    The only parameter is ``scale`` (no dimensions), which multiplies q.k and starts at
+    The only parameter is the scalar ``scale``, which multiplies q.k and starts at
     1 / sqrt(head_dim); ``learnable_scale=False`` makes it a constant. causal, window, softcap,
     deterministic and tf32 are those of ``tilewise.attention``.
 
@@ -94,7 +94,7 @@ class FlashAttention(torch.nn.Module):
 
 
 def _check_tensor(name: str, tensor: Tensor) -> Tensor:
-    """The value, which must be a tensor that has columns."""
+    """Returns the tensor; refuses other types, and a tensor without dimensions."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a torch.Tensor")
     if tensor.dim() == 0:
@@ -184,7 +184,7 @@ class MultiheadAttention(torch.nn.Module):
         num_kv_heads: Key and value heads, a divisor of num_heads; None is num_heads.
         head_dim: Columns of a head, 1..512; None is embed_dim / num_heads.
         bias: Whether the projections have a bias.
-        causal: Row i sees no later row.
+        causal: Whether row i sees only rows 0..i.
         window: As in ``tilewise.attention``.
         softcap: As in ``tilewise.attention``.
         dropout_p: Probability of dropping a weight, used only in training mode.
@@ -312,7 +312,8 @@ class MultiheadAttention(torch.nn.Module):
                     f"{self.rotary.cos.shape[0]} positions"
                 )
             cos, sin = self.rotary.cos.to(cache.k.dtype), self.rotary.sin.to(cache.k.dtype)
-        q, k, v = q.to(cache.k.dtype), k.to(cache.k.dtype), v.to(cache.k.dtype)  # under autocast
+        # Under autocast the projections are in another dtype than the cache.
+        q, k, v = q.to(cache.k.dtype), k.to(cache.k.dtype), v.to(cache.k.dtype)
         with torch.no_grad():
             out = attention_with_kvcache(
                 q, cache.k, cache.v, k, v, cache_seqlens=cache.length, rotary_cos=cos,

@@ -19,7 +19,7 @@ examples:
 
 
 class PrintVersion(argparse.Action):
-    """Prints the version of the library, which is loaded only for this."""
+    """Prints the version. Only this action loads the library, from which the version comes."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         try:
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action=PrintVersion, nargs=0, help="print it and exit")
+    top.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     bench.add_parser(commands)
@@ -44,7 +44,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status: 0 success, 1 a check failed, 2 it cannot run."""
+    """Runs the command.
+
+    Returns:
+        The exit status: 0 success, 1 a check failed, 2 the command cannot run, 130 interrupted.
+    """
     options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)

@@ -15,7 +15,7 @@ COLOURS = {
     "torch-math": "#b0a18f",
     "naive": "#8d8d8d",
 }
-# Fraction of a panel that is left free at the right for the names of the lines.
+# Room to the right of the lines for their names, as a fraction of the width of the data.
 LABEL_ROOM = 0.26
 INK, FAINT = "#263238", "#dfe4e6"
 FORMATS = (".png", ".svg", ".pdf")
@@ -101,7 +101,7 @@ def over_length(
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     lengths = sorted({row["length"] for row in rows})
-    axis.set_xticks(lengths, [_short(n) for n in lengths])
+    axis.set_xticks(lengths, [_length_label(n) for n in lengths])
     axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axis.minorticks_off()
     axis.set_xlabel("sequence length", fontsize=9, color=INK)
@@ -155,5 +155,5 @@ def _label_ends(axis: Any, ends: Sequence[tuple[str, float, float]]) -> None:
         )
 
 
-def _short(length: int) -> str:
+def _length_label(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)

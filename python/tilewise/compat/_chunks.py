@@ -1,9 +1,9 @@
-"""Chunked attention computed as variable-length attention: exact, differentiable and as fast.
+"""Chunked attention (``attention_chunk``) as variable-length attention: exact and differentiable.
 
 With ``attention_chunk = c``, the query at position p sees only keys of its own chunk, those from
 ``p // c * c`` to ``p // c * c + c - 1``, in addition to the limits of causal and window. Positions
 are aligned bottom-right: row i is at i + Sk - Sq. Each chunk becomes a sequence of its own with the
-rows that see it. Its last row is at the end of its keys, so causal and windows keep their meaning.
+rows that see it. Its last row sees its last key, so causal and windows keep their meaning.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.
@@ -59,7 +59,7 @@ class CacheChunks(NamedTuple):
     cu_seqlens_q: Tensor
     seqused_k: Tensor
     leftpad_k: Tensor
-    repeats: int  # chunks per sequence of the batch
+    chunks_per_sequence: int
 
 
 def split_cache(
@@ -75,12 +75,12 @@ def split_cache(
     pad = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k
     keys = (seqused_k - pad).unsqueeze(-1)
     first_row = keys - rows.unsqueeze(-1)
-    repeats = (max_rows + chunk - 1) // chunk + 1
-    steps = torch.arange(repeats, device=keys.device, dtype=keys.dtype)
+    chunks_per_sequence = (max_rows + chunk - 1) // chunk + 1
+    steps = torch.arange(chunks_per_sequence, device=keys.device, dtype=keys.dtype)
     begin = (torch.div(first_row, chunk, rounding_mode="floor") + steps) * chunk
     end = torch.minimum(begin + chunk, keys)
     chunk_rows = (end - torch.maximum(begin, first_row)).clamp(min=0).flatten()
     cu_seqlens_q = torch.nn.functional.pad(chunk_rows.cumsum(0, dtype=torch.int32), (1, 0))
     last = pad.unsqueeze(-1) + end.clamp(min=0)
     first = torch.minimum(pad.unsqueeze(-1) + begin.clamp(min=0), last)
-    return CacheChunks(cu_seqlens_q, last.flatten(), first.flatten(), repeats)
+    return CacheChunks(cu_seqlens_q, last.flatten(), first.flatten(), chunks_per_sequence)

@@ -351,7 +351,7 @@ def _attend_cache_chunks(
     chunks = split_cache(rows, max_rows, keys, options.leftpad_k, chunk)
 
     def repeat(x: Tensor) -> Tensor:
-        return x.repeat_interleave(chunks.repeats, dim=0)
+        return x.repeat_interleave(chunks.chunks_per_sequence, dim=0)
 
     table, index = options.block_table, options.kv_batch_idx
     if table is None and index is None:

@@ -41,7 +41,7 @@ class Completion:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish: str = ""  # that of the last Output
+    finish: str = ""  # ``Output.finish`` of the last output
     error: str | None = None
 
 
@@ -49,10 +49,10 @@ class Engine:
     """Generates tokens with one model for many requests at once.
 
     A step is one packed forward pass over at most ``step_tokens`` tokens: one token of every
-    request that is decoding, and chunks of prompts in the rest. The prompts divide the rest
-    (``schedule.split_budget``), so that a long one does not delay a short one. Sequences take pages
-    as they grow. If no page is left, the request that arrived last frees its pages and is computed
-    again later, so that no tokens are lost, and no request can block an earlier one.
+    request that is decoding. Chunks of prompts take the remaining tokens, which
+    ``schedule.split_budget`` divides so that a long prompt does not delay a short one. Sequences
+    take pages as they grow. If no page is left, the request that arrived last frees its pages and
+    is computed again later, so that no tokens are lost, and no request can block an earlier one.
 
     ``add``, ``cancel`` and ``stats`` may be called from any thread, ``step`` by only one at a time.
 
@@ -130,7 +130,7 @@ class Engine:
                 None means that it has no deadline.
 
         Returns:
-            The number of the request.
+            The id of the request.
 
         Raises:
             TypeError: the prompt is not a sequence of integers, or timeout is not a number.
@@ -263,14 +263,14 @@ class Engine:
             for s, count in new_tokens.items():
                 s.cached += count
             complete = [s for s in new_tokens if not s.pending]
-            given = [(s, self._accept(s, t)) for s, t in zip(complete, tokens, strict=True)]
-            for s, output in given:
+            accepted = [(s, self._accept(s, t)) for s, t in zip(complete, tokens, strict=True)]
+            for s, output in accepted:
                 if output.finish:
                     self._scheduler.remove(s)
                     self._account(s, output.finish)
-            self._counts["generated_tokens"] += sum(o.token is not None for _, o in given)
+            self._counts["generated_tokens"] += sum(o.token is not None for _, o in accepted)
             self._counts["steps"] += bool(new_tokens)
-        return outputs + _deliver(given)
+        return outputs + _deliver(accepted)
 
     def fail(self, error: str = "a step failed") -> list[Output]:
         """Ends all requests in flight with "error", for callers that catch exceptions of ``step``.
@@ -334,12 +334,12 @@ class Engine:
             return Output(s.id, None, "", "error", f"the tokens cannot be decoded: {error!r}")
 
     def _account(self, s: Sequence, finish: str) -> None:
-        """Counts a request that has ended."""
+        """Counts a request that has ended, and updates the average time of a request."""
         self._seconds_in_flight += 0.2 * (time.monotonic() - s.since - self._seconds_in_flight)
         self._counts[finish] += 1
 
     def _forward(self, new_tokens: dict[Sequence, int]) -> list[int | None]:
-        """Runs the model; returns a token for each sequence whose tokens it has now all seen."""
+        """Runs the model; returns a token per sequence whose last token the model has now seen."""
         with torch.inference_mode():
             logits, complete = logits_of(self.model, self.pool, self.cache, new_tokens)
             if not complete:

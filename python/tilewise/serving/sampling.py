@@ -23,7 +23,7 @@ class SamplingParams:
             reach this sum (nucleus sampling, arXiv 1904.09751).
         seed: Makes the draws reproducible whatever the other requests of the batch are.
         stop: Strings that end the text and are not part of it. They need the engine's tokenizer.
-        stop_token_ids: Tokens that end the text; None are those of the model, and () none.
+        stop_token_ids: Tokens that end the text; None means those of the model, () means none.
 
     Raises:
         TypeError: an argument has the wrong type.

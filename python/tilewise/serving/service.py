@@ -27,7 +27,7 @@ class Service:
     logged, all requests in flight end with "error" and a sentence, and the service continues;
     ``error`` holds the exception until a step, or one of the probes that follow, succeeds. If the
     thread itself ends, for example by SystemExit in the model, all requests in flight end as well,
-    and the service accepts no more.
+    and the service accepts no further ones.
 
     Args:
         engine: The engine, which only the service may use from now on.
@@ -42,7 +42,8 @@ class Service:
         self.engine = engine
         self.error: BaseException | None = None
         self._stall_seconds = stall_seconds
-        self._good = math.inf  # time of the last successful step; inf if there was no work since
+        # Time of the last successful step, or of the first work after idling; inf while idle.
+        self._last_progress = math.inf
         self._ended = ""  # a sentence once the thread has ended or accepts no more requests
         self._wake = threading.Condition()
         self._open, self._stopping = True, False
@@ -56,7 +57,9 @@ class Service:
         It is False once the thread has ended, and after steps or probes have failed or hung for
         ``stall_seconds``, because only a new process recovers a lost GPU.
         """
-        return self._thread.is_alive() and time.monotonic() - self._good < self._stall_seconds
+        return (
+            self._thread.is_alive() and time.monotonic() - self._last_progress < self._stall_seconds
+        )
 
     @property
     def ready(self) -> bool:
@@ -90,8 +93,8 @@ class Service:
     def close(self, seconds: float = 30.0) -> None:
         """Accepts no more requests, lets those in flight finish, and ends the thread.
 
-        Requests that are still in flight after `seconds` are cancelled. A step that has not
-        returned after the same time again is abandoned, and an error is logged.
+        Requests that are still in flight after `seconds` are cancelled. A step that has still
+        not returned after the same time once more is abandoned, and an error is logged.
         """
         with self._wake:
             self._open, self._ended = False, self._ended or "the service is shutting down"
@@ -117,10 +120,10 @@ class Service:
         """Waits for a request, or for the time of a probe. False if the service is closed."""
         with self._wake:
             if self.error is None and not self.engine.busy:
-                self._good = math.inf
+                self._last_progress = math.inf
             patience = None if self.error is None else _PROBE_SECONDS
             self._wake.wait_for(lambda: self.engine.busy or not self._open, patience)
-            self._good = min(self._good, time.monotonic())
+            self._last_progress = min(self._last_progress, time.monotonic())
             return self._open or self.engine.busy
 
     def _work(self) -> None:
@@ -141,11 +144,11 @@ class Service:
             self.engine.fail(f"a step failed: {error!r}")
             time.sleep(0.1)  # do not spin on a device that fails every time
         else:
-            self.error, self._good = None, time.monotonic()
+            self.error, self._last_progress = None, time.monotonic()
 
 
 def _contained(deliver: Callable[[Output], None]) -> Callable[[Output], None]:
-    """``deliver`` in a wrapper in which SystemExit is only a failed delivery to one request."""
+    """Wraps ``deliver`` so that its SystemExit ends one request, not the service's thread."""
 
     def tell(output: Output) -> None:
         try:

@@ -7,10 +7,11 @@
 The import registers an attention function and a mask function under the name "tilewise". With them
 models generate and train on CPU and CUDA, with causal and bidirectional attention, sliding windows,
 GQA, softcap, sinks, padding on either side, packed sequences, dynamic and static caches and
-continuous batching. None of these needs a mask of rows times keys; a custom 4-D mask is applied
+continuous batching. None of these needs a dense mask [rows, keys]; a custom 4-D mask is applied
 unchanged. A request that cannot be computed exactly raises an error that says why.
 
-Rows of padding are 0 (eager attention computes arbitrary numbers there, which models ignore).
+Output rows of padding tokens are 0 (eager attention computes arbitrary numbers there, which models
+ignore).
 """
 
 from tilewise._requirements import require, require_version

@@ -1,6 +1,6 @@
 """The mask function that Transformers calls.
 
-Transformers calls it once per forward and kind of layer, and passes the result as
+Transformers calls it once per forward pass and layer type, and passes the result as
 ``attention_mask`` to the attention function of every such layer. The result is a ``CompactMask`` if
 the pattern is recognised, and the mask of eager attention otherwise.
 """
@@ -107,7 +107,7 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
         if attention_mask is not None:
             return None
         return CompactMask(shape, terms, boundaries=_boundaries(pattern.segments))
-    parts: dict[str, Tensor] = {}  # describes the mask if all keys up to the end are visible
+    parts: dict[str, Tensor] = {}  # tensors of the CompactMask
     end: int | Tensor | None = None  # end of the keys that the last row may see; None: all keys
     aligned = not isinstance(q_offset, Tensor) and q_offset + rows == kv_offset + keys
     if band != _FULL and not aligned:
@@ -160,7 +160,7 @@ def _pattern_by_flags(
 
 
 def _pattern(function: Any) -> Pattern | None:
-    """The pattern of a mask function, or None if it needs a mask of rows times keys."""
+    """The pattern of a mask function, or None if it needs a dense mask."""
     if function is masking_utils.causal_mask_function:
         return Pattern(_CAUSAL)
     if function is masking_utils.bidirectional_mask_function:
@@ -207,7 +207,7 @@ def _captured(function: Any, name: str) -> dict[str, Any]:
     }
 
 
-# --- descriptions ---------------------------------------------------------------------------------
+# --- the tensors of a CompactMask -----------------------------------------------------------------
 
 
 def _number(value: int | Tensor, device: torch.device | str) -> Tensor:
@@ -219,7 +219,7 @@ def _number(value: int | Tensor, device: torch.device | str) -> Tensor:
 def _spans(
     batch: int, end: int | Tensor, rows: int, keys: int, device: torch.device | str
 ) -> Tensor:
-    """The spans if they are the same for all sequences, without a read from the device."""
+    """The spans if they are the same for all sequences, computed without a read from the device."""
     spans = torch.empty((3, batch), dtype=torch.int32, device=device)
     spans[0] = 0
     spans[1] = end.clamp(0, keys) if isinstance(end, Tensor) else min(max(end, 0), keys)

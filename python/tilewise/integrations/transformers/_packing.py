@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _forwards = 0  # number of masks made so far; each forward makes one before its first layer
-_cache: Any = WeakTensorKeyDictionary()  # position_ids: (their state, their boundaries)
+_cache: Any = WeakTensorKeyDictionary()  # position_ids: (its state when read, its boundaries)
 
 
 def values_are_unavailable(*tensors: Any) -> bool:
@@ -36,7 +36,7 @@ def packed_boundaries(position_ids: Any, rows: int, has_mask: bool) -> Tensor | 
     Args:
         position_ids: [1, rows], which start again with each sequence; other shapes are ignored.
         rows: Number of queries and of keys.
-        has_mask: Whether the layer has a mask, so that one forward differs from the next.
+        has_mask: Whether the layer has a mask, so that this forward has called ``begin_forward``.
 
     Returns:
         int32 [sequences + 1], or None.

@@ -1,4 +1,4 @@
-"""The registration in Transformers, which importing the integration performs."""
+"""Registers Tilewise in Transformers when the integration is imported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def register() -> None:
 
 
 def _refuse_unsupported_models() -> None:
-    """Makes Transformers refuse models whose own code computes attention, for they would misread
-    compact masks.
+    """Makes Transformers refuse models whose own code computes attention.
+
+    Such models never call the registered attention function, and would misread compact masks.
     """
     check = PreTrainedModel.get_correct_attn_implementation
     if hasattr(check, "__wrapped__"):
@@ -60,8 +61,8 @@ def _refuse_unsupported_models() -> None:
     setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010
 
 
-# The names of operations that code which computes attention refers to.
-_PARTS = frozenset(
+# Names that the code of an attention layer refers to if it computes attention itself.
+_ATTENTION_OPERATIONS = frozenset(
     ("Linear", "matmul", "bmm", "baddbmm", "einsum", "softmax", "Softmax",
      "scaled_dot_product_attention")
 )  # fmt: skip
@@ -71,8 +72,8 @@ _PARTS = frozenset(
 def _own_attention(module: ModuleType) -> tuple[str, ...]:
     """The classes of a model's file that compute attention without calling an attention function.
 
-    A file without any such class is supported, for example that of a convolutional model, or that
-    of a model which consists of other models; those are checked separately.
+    If there is none, the model is supported: it may be convolutional, for example, or consist of
+    models from other files, which are checked separately.
     """
     layers = {
         name: _names_in_code(value)
@@ -83,7 +84,9 @@ def _own_attention(module: ModuleType) -> tuple[str, ...]:
         name
         for name, used in layers.items()
         # A class that refers to another one leaves the computation to it.
-        if used & _PARTS and "ALL_ATTENTION_FUNCTIONS" not in used and used.isdisjoint(layers)
+        if used & _ATTENTION_OPERATIONS
+        and "ALL_ATTENTION_FUNCTIONS" not in used
+        and used.isdisjoint(layers)
     )
 
 
