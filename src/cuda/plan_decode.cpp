@@ -294,9 +294,8 @@ bool uses_decode_tile(const Plan& plan) {
 //   - with one CTA per SM, with clusters of two, or with up to two independent CTAs per SM;
 //   - not with larger clusters at two CTAs per SM, nor with CTAs in several waves;
 //   - with chunks, although their grid has more CTAs than there is room for and CTAs end at
-//   different
-//     times, as long as there are no more tiles than SMs; but not with long chunks that are spread
-//     over one wave.
+//     different times, as long as there are no more tiles than SMs; but not with long chunks that
+//     are spread over one wave.
 PdlTrigger choose_pdl_trigger(const Plan& plan, const Gpu& gpu) {
   if (needs_combine_kernel(plan)) return PdlTrigger::after_first_loads;
   if (!uses_decode_tile(plan) || plan.nan_recompute != nullptr) return PdlTrigger::at_exit;

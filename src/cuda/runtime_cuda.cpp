@@ -63,12 +63,12 @@ std::string cuda_version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 
-// A driver runs code from toolkits of its own or an older major version.
+// A driver runs code that was built with a toolkit of its own or an older major version.
 std::string why_no_gpu(cudaError_t status) {
   int driver = 0;
   cudaDriverGetVersion(&driver);
   if (status != cudaErrorInsufficientDriver || driver == 0) return cudaGetErrorString(status);
-  return "the driver of this machine is of CUDA " + cuda_version(driver) +
+  return "this machine's driver supports CUDA up to " + cuda_version(driver) +
          ", but this library was built with CUDA " + cuda_version(CUDART_VERSION) +
          ": a newer driver is needed, or a build from source with an older nvcc";
 }
@@ -95,7 +95,7 @@ const Machine& machine() {
 const GpuFacts& facts(int32_t index) {
   const Machine& m = machine();
   if (index < 0 || index >= static_cast<int32_t>(m.gpus.size())) {
-    throw Error("GPU " + std::to_string(index) + ": this machine has " +
+    throw Error("there is no GPU " + std::to_string(index) + ": this machine has " +
                 std::to_string(m.gpus.size()) + (m.why.empty() ? "" : " (" + m.why + ")"));
   }
   return m.gpus[static_cast<std::size_t>(index)];
@@ -105,9 +105,9 @@ const GpuFacts& facts(int32_t index) {
 constexpr int32_t kDefaultSharedBytes = 48 * 1024;
 constexpr int32_t kPortableClusterSize = 8;
 
-// A set of facts about kernels, by (kernel, device): attributes that were set and properties that
-// were queried. A lock-free hash table that only grows. An entry is 0 or a key; a lost race only
-// sets the attribute again.
+// What this process knows about a kernel on a device: attributes that it has set and properties
+// that it has queried. The facts are in a lock-free hash table that only grows, whose entries are 0
+// or a key (key_of). A thread that loses a race only sets the attribute again.
 enum class KernelFact : uintptr_t { shared_bytes, large_clusters, waits, does_not_wait };
 constexpr std::size_t kTableSize = 8192;
 std::array<std::atomic<uintptr_t>, kTableSize> kernel_facts{};
@@ -151,7 +151,7 @@ void allow(const void* function, int device, cudaFuncAttribute what, int32_t val
 
 // Whether the kernel's code waits for the preceding launch (griddepcontrol.wait). Code compiled for
 // GPUs before sm_90 does not, on any GPU.
-bool waits_itself(const void* function, int device) {
+bool waits_for_predecessor(const void* function, int device) {
   const uintptr_t waits = key_of(function, device, KernelFact::waits);
   if (find(waits, false)) return true;
   const uintptr_t does_not = key_of(function, device, KernelFact::does_not_wait);
@@ -292,7 +292,7 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (start == Start::dependent && gpu.sm >= 90 && waits_itself(function, device)) {
+  if (start == Start::dependent && gpu.sm >= 90 && waits_for_predecessor(function, device)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

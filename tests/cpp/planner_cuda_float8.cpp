@@ -18,7 +18,8 @@ std::string explained(const Problem& p, const Device& device) {
   return explain(plan(p, nullptr, device), p, nullptr, device);
 }
 
-// With fp16 and bf16 queries on every GPU with tensor cores, because the products are in fp16.
+// Queries may be fp16 or bf16 on every GPU with tensor cores, even on those without bf16 products:
+// keys and values are converted to fp16, and the products are computed in it.
 TEST(PlannerCudaFloat8, MmaSyncServesFloat8Caches) {
   for (const int32_t sm : {75, 80, 86, 89, 90, 100, 120}) {
     for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_BFLOAT16}) {
@@ -74,7 +75,7 @@ TEST(PlannerCudaFloat8, PromptsDoNotUseWgmma) {
             "would be faster, but TMA does not convert float8");
 }
 
-// A build without the kernel sets for float8.
+// The registry of this test has no kernel set for float8.
 TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   std::vector<const cuda::KernelSet*> kernel_sets;
   for (const cuda::KernelSet* kernel_set : every_gpu().kernel_sets)
@@ -88,8 +89,8 @@ TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
             std::string::npos);
 }
 
-// A warp needs more instructions per byte, so float8 takes three CTAs per SM where two saturate
-// with 16-bit keys.
+// A warp needs more instructions per byte of float8 keys, so three CTAs per SM are needed to
+// saturate memory, where two are enough for 16-bit keys.
 TEST(PlannerCudaFloat8, DecodesUseMoreCtas) {
   const Device device = gpu_with(90);
   const int64_t sms = device.gpu.sm_count;

@@ -26,9 +26,9 @@ TEST(PlannerCudaSplits, SplitsFillTheGpuAndFollowTheCaller) {
   const cuda::Plan plan = forward(asked, device);
   EXPECT_EQ(plan.splits, 3);
   const int64_t partial = int64_t{3} * 16 * 2048 * 16 * 129 * 4;
-  const int64_t overflows = plan.blocks * plan.tile_q / 16 * 4;  // four bytes per warp
-  EXPECT_GE(plan.workspace_bytes, partial + overflows);
-  EXPECT_LE(plan.workspace_bytes, partial + overflows + 256);
+  const int64_t recompute_list = plan.blocks * plan.tile_q / 16 * 4;  // 4 bytes per warp
+  EXPECT_GE(plan.workspace_bytes, partial + recompute_list);
+  EXPECT_LE(plan.workspace_bytes, partial + recompute_list + 256);
 }
 
 // A partial last wave becomes a Stream-K tail if that saves more than it costs.
@@ -50,7 +50,7 @@ TEST(PlannerCudaSplits, StreamKSharesAPartialLastWave) {
       EXPECT_LE(plan.stream_k.shares_of(tile), cuda::StreamKTail::kMaxShares);
   }
   EXPECT_FALSE(planned(2048, 4, 0).stream_k.any());       // causal tiles differ in length
-  EXPECT_FALSE(planned(2048, 4, -1, 80).stream_k.any());  // another family
+  EXPECT_FALSE(planned(2048, 4, -1, 80).stream_k.any());  // another kernel family
   EXPECT_FALSE(planned(512, 33).stream_k.any());          // whole waves
   EXPECT_FALSE(planned(512, 8).stream_k.any());           // saves less than it costs
 }
@@ -78,7 +78,7 @@ TEST(PlannerCudaSplits, ClustersCombineFewSplitsThatRunAtOnce) {
   }
   EXPECT_EQ(planned(64, 4096).cluster_size, 1);          // one split
   EXPECT_EQ(planned(8, 16384, 4).cluster_size, 1);       // many keys per CTA
-  EXPECT_EQ(planned(1, 1024, 16, 110).cluster_size, 1);  // not every GPU has such clusters
+  EXPECT_EQ(planned(1, 1024, 16, 110).cluster_size, 1);  // clusters of 16 are for sm_90 and sm_100
   EXPECT_EQ(planned(1, 1024, 8, 110).cluster_size, 8);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
   const auto text = [&] {
@@ -96,9 +96,9 @@ TEST(PlannerCudaSplits, ClustersCombineFewSplitsThatRunAtOnce) {
   EXPECT_EQ(pages.cluster_size, 8);
 }
 
-// Splits give each SM one CTA with clusters of more than 8 or with two splits of many keys, and two
-// CTAs with smaller clusters or with a combine kernel. There are no splits if there are tiles for
-// more than half of the SMs.
+// Splits give each SM one CTA if clusters have more than 8 CTAs or if two splits have many keys,
+// and two CTAs if clusters are smaller or a combine kernel is used. If there are tiles for more
+// than half of the SMs, sequences of at least four key tiles are not split.
 TEST(PlannerCudaSplits, DecodeSplitsGiveOneOrTwoCtasPerSm) {
   const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
@@ -132,7 +132,7 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan some = forward(p, device);
-  EXPECT_EQ(some.chunks.max_chunks, (2 * sms - 1) / 8);  // one more wave than tiles
+  EXPECT_EQ(some.chunks.max_chunks, (2 * sms - 1) / 8);  // two waves: one more than the tiles need
   EXPECT_EQ(some.chunks.chunks_if_uniform, 4);
   EXPECT_EQ(some.blocks, some.chunks.max_chunks * 8);
   EXPECT_EQ(some.splits, 1);
@@ -145,13 +145,13 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   p.softcap = 30.0f;
   EXPECT_TRUE(forward(p, device).chunks.any());
   EXPECT_TRUE(forward(p, gpu_with(80)).chunks.any());
-  p.seqlen_k = 128;  // at most as many as key tiles
+  p.seqlen_k = 128;  // at most one chunk per key tile
   EXPECT_EQ(forward(p, device).chunks.max_chunks, 4 * 2);
   p.seqlen_k = 4096;
   EXPECT_EQ(forward(p, device).chunks.max_chunks,
-            2 * sms / 8 + 4);  // two CTAs per SM, one chunk per sequence
+            2 * sms / 8 + 4);  // two CTAs per SM, plus one chunk per sequence
   EXPECT_FALSE(forward(p, device).last_cta_combines);
-  for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU, with a few spare chunks
+  for (const int64_t batch : {32, 64, 1000}) {  // tiles fill the GPU; few chunks are spare
     p.batch = batch;
     p.softcap = 0.0f;
     const cuda::Plan full = forward(p, device);
@@ -166,8 +166,8 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   }
 }
 
-// Sequences are split by a rule on their own keys if the kernel does not count chunks or the counts
-// could overflow.
+// If the kernel cannot count chunks or the counts could overflow, a rule splits each sequence by
+// the number of its own keys.
 TEST(PlannerCudaSplits, DeviceLengthsAreSplitByARule) {
   const Device device = gpu_with(90);
   const int32_t lengths = 0;

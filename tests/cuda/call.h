@@ -26,17 +26,17 @@ struct Type;
 template <>
 struct Type<float> {
   static constexpr int32_t kDtype = TILEWISE_FLOAT32;
-  static constexpr double kUnit = 0x1p-23;
+  static constexpr double kEpsilon = 0x1p-23;
 };
 template <>
 struct Type<Half> {
   static constexpr int32_t kDtype = TILEWISE_FLOAT16;
-  static constexpr double kUnit = 0x1p-10;
+  static constexpr double kEpsilon = 0x1p-10;
 };
 template <>
 struct Type<BFloat16> {
   static constexpr int32_t kDtype = TILEWISE_BFLOAT16;
-  static constexpr double kUnit = 0x1p-7;
+  static constexpr double kEpsilon = 0x1p-7;
 };
 
 struct Random {
@@ -285,9 +285,9 @@ struct Call {
 
   void gradients() {
     g.dq = rows_view(dq, p.head_dim, kNaN);
-    const bool own = paged() || p.kv_batch_idx != nullptr;
-    const bool varlen = !own && p.cu_seqlens_k != nullptr;
-    const int64_t batches = varlen ? 1 : own ? p.batch : p.kv_batch;
+    const bool per_sequence = paged() || p.kv_batch_idx != nullptr;
+    const bool varlen = !per_sequence && p.cu_seqlens_k != nullptr;
+    const int64_t batches = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
     g.dk = view(dk, batches, tilewise::key_capacity(p), p.heads_kv, p.head_dim, kNaN);
     g.dv = view(dv, batches, tilewise::key_capacity(p), p.heads_kv, p.head_dim_v, kNaN);
     if (random.coin()) {

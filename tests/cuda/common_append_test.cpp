@@ -150,7 +150,7 @@ void expect_near(const std::vector<T>& a, const std::vector<T>& b, const char* w
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     const double x = to_float(a[i]), y = to_float(b[i]);
-    ASSERT_LE(std::abs(x - y), 1.01 * cuda_test::Type<T>::kUnit * std::max(1.0, std::abs(y)))
+    ASSERT_LE(std::abs(x - y), 1.01 * cuda_test::Type<T>::kEpsilon * std::max(1.0, std::abs(y)))
         << what << "[" << i << "], seed " << seed;
   }
 }

@@ -69,8 +69,8 @@ void compare(const Call<T>& call, const Partials& partials, const Sequence& s, i
           partials.out[partial * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
     }
     const auto at = static_cast<size_t>(s.row_offset(p.out, i) + head * p.out.stride_head + c);
-    const double unit = std::max(cuda_test::Type<T>::kUnit, 0x1p-20);
-    ASSERT_NEAR(to_float(call.out[at]), expected, unit * std::max(1.0, std::abs(expected)));
+    const double tolerance = std::max(cuda_test::Type<T>::kEpsilon, 0x1p-20);
+    ASSERT_NEAR(to_float(call.out[at]), expected, tolerance * std::max(1.0, std::abs(expected)));
   }
 }
 

@@ -1,4 +1,5 @@
-// float8_e4m3 numbers as fp16 operands: every code, and products compared with plain loops.
+// The conversion of float8_e4m3 numbers to fp16 operands: every code is exact, and products agree
+// with plain loops.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,16 +32,16 @@ void expect_exact() {
     EXPECT_EQ(std::signbit(got), std::signbit(want)) << code;
   };
   for (uint32_t code = 0; code < 256; ++code) {
-    // With neighbours whose bits are all set or all clear.
+    // The other bytes of the word are 0, NaN of either sign, or the same code.
     for (const uint32_t other : {0u, 0xffu, 0x7fu, code}) {
       for (int byte = 0; byte < 4; ++byte) {
         const uint32_t others = (other * 0x01010101u) & ~(0xffu << 8 * byte);
         const uint32_t word = others | code << 8 * byte;
-        const Pairs beside = Pairs::adjacent(word);
-        const uint32_t pair = byte < 2 ? beside.first : beside.second;
+        const Pairs adjacent = Pairs::adjacent(word);
+        const uint32_t pair = byte < 2 ? adjacent.first : adjacent.second;
         expect(byte % 2 == 0 ? low_half(pair) : high_half(pair), code);
-        const Pairs apart = Pairs::alternate(word);
-        const uint32_t each = byte % 2 == 0 ? apart.first : apart.second;
+        const Pairs alternate = Pairs::alternate(word);
+        const uint32_t each = byte % 2 == 0 ? alternate.first : alternate.second;
         expect(byte < 2 ? low_half(each) : high_half(each), code);
       }
     }
@@ -52,7 +53,7 @@ TEST(Float8, EveryCodeIsExact) {
   expect_exact<false>();
 }
 
-// Small integers, so that sums are exact: codes of -7 to 7.
+// Element i of a cache: a code of an integer from -7 to 7, so that sums are exact.
 uint8_t code_of(int i) { return from_float<Float8>(static_cast<float>(i * 5 % 15 - 7)).bits; }
 float value_of(int i) { return to_float(Float8{code_of(i)}); }
 

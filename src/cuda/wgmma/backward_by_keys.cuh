@@ -1,11 +1,11 @@
-// The consumer warpgroups of the backward with head dims up to 128: each has 64 of the keys of the
-// CTA. A step (one query tile), with the place of each result:
+// The consumer warpgroups of the backward kernel for head dims up to 128. Each has 64 of the keys
+// of the CTA. A step (one query tile) computes these results and keeps them in these places:
 //
 //   S^T = K Q^T, dP^T = V dO^T    registers; a row of these accumulators is a key
 //   P = exp(S - lse)              registers
 //   dS = P (dP - delta)           registers, and shared memory for the other warpgroup
 //   dV += P dO                    registers until the work tile ends
-//   ------------------------------- kConsumers: all of dS is in shared memory
+//   ---------------------------- named barrier kConsumers: all of dS is in shared memory
 //   dQ = dS K                     half of the columns (or rows) per warpgroup
 //   dK += dS Q                    registers until the work tile ends
 //   dQ to shared memory           for the reduction warp of the warpgroup
@@ -21,9 +21,10 @@
 //   registers          P0  dS0           dQ0 to shared   P1  dS1           dQ1 to shared
 //   reduction                                      | dQ0 to dq_sum               | dQ1 to dq_sum
 //
-// Shared memory serves accesses behind queued products. What a step reads from there is therefore
-// read before its products are issued, and dS is stored before dV is issued. SendDq says when a
-// step releases its dQ to the reduction warp: usually when the next S and dP are in flight.
+// Accesses to shared memory queue behind those of the products that are already issued. So a step
+// reads everything else from there before it issues its products, and stores dS before it issues
+// dV. arch::SendDq says when a step releases its dQ to the reduction warp: usually when the next S
+// and dP are in flight.
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
@@ -34,7 +35,8 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Whether accumulators start at the row statistics, so that delta is needed before the products.
+// Whether the accumulators of S and dP start at their row statistics (lse and delta) instead of 0.
+// Then delta is needed before the products start.
 template <class C, Option kOption>
 inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any;
 
@@ -117,7 +119,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
       softmax<C, Plan::kPreload>(s, p, scale_log2, lse);
       if constexpr (Plan::kTile.send == arch::SendDq::under_dp) {
         if (step > first_step) dq_staging.send();
-        ptx::scheduling_fence(never);  // ptxas waits for dp before p otherwise (1 to 3 %)
+        ptx::scheduling_fence(never);  // otherwise ptxas waits for dp before p (1 to 3 %)
       }
       ptx::wgmma_wait_group<0>();
       ptx::fence_register(dp);
@@ -126,8 +128,8 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
 
     ds_store.store(ds, stage);
     products.add_dv(dv, p, stage);
-    // The fence for ds is here, with dv in flight: before dv, the tensor cores would wait for it
-    // (D64 3 to 7 %, D128 1 to 4 %).
+    // This fence, which lets the products read ds, is issued with dv in flight. If it preceded dv,
+    // the tensor cores would wait for it (D64: 3 to 7 %, D128: 1 to 4 %).
     ptx::fence_proxy_async();
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);
     products.start_dq(dq, stage);
@@ -204,7 +206,7 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // no warp reads dS any more
     store_by_keys<C>(p, work_tile, shared, warpgroup * 4 + warp, dk, dv,
                      BackwardScoreMod<C, kOption>::dv_scale(p.problem));
-    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // nor dk and dv there
+    ptx::bar_sync(kConsumers, Plan::kConsumerThreads);  // no warp reads dk and dv there any more
   }
   ptx::griddepcontrol_launch_dependents();
 }

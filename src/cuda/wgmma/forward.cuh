@@ -52,7 +52,7 @@ struct ForwardConsumerRole {
 template <class C>
 TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
-  const ForwardShared<C> shared = ForwardShared<C>::of();
+  const ForwardShared<C> shared = ForwardShared<C>::of_this_cta();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
   // All roles pass one barrier at the same place of the code. The first work tile is found before

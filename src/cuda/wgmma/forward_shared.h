@@ -33,7 +33,7 @@ struct PipelineCounter {
 };
 
 // Position in a pipeline as stage and phase. The consumers use it because their next product waits
-// for the address of a stage: there is nothing to compute.
+// for the address of a stage, and these need no division or remainder.
 template <int kStages>
 struct PipelineState {
   int index = 0;
@@ -84,7 +84,9 @@ struct ForwardShared {
 
   ptx::SharedAddress base;
 
-  TILEWISE_DEVICE static ForwardShared of() { return {ptx::shared_address(ptx::shared_memory())}; }
+  TILEWISE_DEVICE static ForwardShared of_this_cta() {
+    return {ptx::shared_address(ptx::shared_memory())};
+  }
 
   TILEWISE_DEVICE QTile q(int buffer, int warpgroup) const {
     return {at(buffer * kQBytes + warpgroup * QTile::kBytes)};
@@ -126,8 +128,8 @@ struct ForwardShared {
       q_empty(i).init(kConsumerWarps);
     }
     for (int i = 0; i < kTileStages; ++i) {
-      tile_full(i).init(kTile.consumer_warpgroups);  // lanes of the scheduler warp that write
-      tile_empty(i).init(kConsumerWarps + 1);        // and the producer warp
+      tile_full(i).init(kTile.consumer_warpgroups);  // the writing lanes of the scheduler warp
+      tile_empty(i).init(kConsumerWarps + 1);        // the consumer warps and the producer warp
       tile_located(i).init(1);
     }
     v_tail_full().init(1);
