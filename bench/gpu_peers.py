@@ -27,8 +27,9 @@ def _cases() -> list[dict[str, Any]]:
 
 
 def best_over_cudnn(case: Case) -> float:
-    """The ratio at the measured point of nearest length with the same mask, and with or without
-    grouped heads like `case`; 1 if there is none (then cuDNN is the only peer).
+    """The best peer's speed over cuDNN's at the measured point of nearest length with the same
+    direction, head dimension and mask that, like `case`, does or does not group heads; 1 if there
+    is none (then cuDNN is the only peer).
     """
     similar = [
         c
@@ -44,10 +45,10 @@ def best_over_cudnn(case: Case) -> float:
 
 
 def ratio_to_best(case: Case, ratio: dict[str, float]) -> float | None:
-    """Our speed over the best peer's; None if cuDNN did not run.
+    """Tilewise's speed over the best peer's; None if cuDNN did not run.
 
     Args:
-        ratio: Our speed over each peer's in this run.
+        ratio: Tilewise's speed over each peer's in this run.
     """
     run = [ratio[name] for name in MEASURED if name in ratio]
     if "fa3" in ratio or "fa4" in ratio:

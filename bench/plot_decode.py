@@ -63,7 +63,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A group of bars per point, the first one on top."""
+    """Draws a group of bars per point, the first point on top."""
     names = [name for name in STYLES if any(name in r["gb_s"] for r in rows)]
     height = 0.8 / len(names)
     for i, name in enumerate(names):
@@ -77,7 +77,7 @@ def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def lines(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A line per batch size; larger batches have thicker lines."""
+    """Draws a line per batch size; larger batches have thicker lines."""
     for name, (title, colour, style) in STYLES.items():
         for batch, width in WIDTHS.items():
             points = sorted(

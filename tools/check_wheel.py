@@ -61,7 +61,7 @@ print(tilewise.__version__)
 
 
 class WheelError(Exception):
-    """The message is a sentence for the user."""
+    """A check could not run; the message is for the user."""
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -89,11 +89,11 @@ def faults(wheel: Path) -> Iterator[str]:
         yield "the name is not tilewise-VERSION-py3-none-manylinux_2_N_MACHINE.whl"
     size = wheel.stat().st_size
     if size >= LARGEST:
-        yield f"{size} bytes, allowed are {LARGEST - 1}"
+        yield f"has {size} bytes, at most {LARGEST - 1} are allowed"
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
-        yield from (f"without {name}" for name in WANTED if name not in names)
-        yield from (f"with {name}" for name in names if UNWANTED.search(name))
+        yield from (f"lacks {name}" for name in WANTED if name not in names)
+        yield from (f"must not contain {name}" for name in names if UNWANTED.search(name))
         for name in names:
             if not re.search(r"\.so(\.|$)", name):
                 continue

@@ -53,7 +53,7 @@ HEAD = ("sm", "family", "kernel", "table", "element", "D", "form",
 
 
 class LedgerError(Exception):
-    """The message is a sentence for the user."""
+    """The message is meant for the user."""
 
 
 @dataclass(frozen=True, order=True)

@@ -38,7 +38,7 @@ Symbols = dict[str, tuple[str, str]]  # name: (type, version)
 
 
 class StubError(Exception):
-    """The message is a sentence for the user."""
+    """The message is meant for the user."""
 
 
 def run(*command: str) -> str:

@@ -217,8 +217,8 @@ def mutate(rng: random.Random, a: capi.Attention, g: capi.Gradients) -> None:
 
 @pytest.mark.parametrize("case", [DENSE, VARLEN, PAGED, INDEXED], ids=["d", "v", "p", "i"])
 def test_random_structs_are_planned_or_refused(case):
-    """Structs of random numbers: a plan has a sane size, a refusal has a sentence, nothing
-    crashes."""
+    """For structs of random numbers, a plan has a sane workspace size, a refusal has an error
+    message, and nothing crashes."""
     rng = random.Random(7)
     b = built(case)
     g = b.gradients()

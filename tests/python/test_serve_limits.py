@@ -1,4 +1,4 @@
-"""examples/serve.py under hostile requests and faults: each ends only itself, with a sentence."""
+"""examples/serve.py under hostile requests and faults: each ends only itself, with a message."""
 
 from __future__ import annotations
 

@@ -14,18 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWN = ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like")
 FLOOR = 8  # units in the last place of the largest number that are always tolerated
-CHOICE = (
-    0.1  # of the largest number: in 16 bits, a larger error means that a discrete choice differs
-)
-USABLE = 1e-3  # of the largest number: if eager differs by more, the fp64 run is no reference
-SAME = (
-    1e-4  # of the largest number, allowed distance from eager attention where there is no reference
-)
+# The following are relative to the largest number.
+CHOICE = 0.1  # in 16 bits, a larger error means that a discrete choice differs (an expert, say)
+USABLE = 1e-3  # if eager attention in fp32 differs by more, the fp64 run is no reference
+SAME = 1e-4  # allowed distance from eager attention where there is no reference
 
 
 class _Double(TorchDispatchMode):
-    """Turns every conversion to lower precision into one to fp64; random numbers are those of
-    fp32.
+    """Turns every conversion to lower precision into one to fp64; random numbers are drawn in fp32,
+    so that they equal those of an fp32 run.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,8 +71,8 @@ def tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @dataclasses.dataclass
 class Error:
-    """The errors of one output against the reference, relative to its largest number: eager and
-    ours.
+    """The largest errors of one output of eager attention and of Tilewise against the reference,
+    relative to its largest number.
     """
 
     name: str
@@ -83,7 +80,7 @@ class Error:
     eager: float
     limit: float
     why: str = ""
-    typical: tuple[float, float] = (0.0, 0.0)  # ours and eager's, in the median row
+    typical: tuple[float, float] = (0.0, 0.0)  # errors (Tilewise, eager) in the median row
 
     @property
     def passes(self) -> bool:
@@ -109,9 +106,8 @@ def errors(
         eager: Output of eager attention.
         ours: Output of Tilewise.
         eps: Epsilon of the dtype that both were computed in.
-        rows: Length: mask [batch, length] of meaningful rows; None: mask [batch] of sequences whose
-        outputs
-            without rows are meaningful.
+        rows: By sequence length, a mask [batch, length] of the rows that are meaningful; for None,
+            a mask [batch] of the sequences whose outputs without a row dimension are meaningful.
     """
     ours_by_name = dict(tensors(ours))
     eager_by_name = dict(tensors(eager))
@@ -131,7 +127,7 @@ def errors(
 
 
 def _typical(error: Tensor) -> float:
-    """The largest number of the median row."""
+    """The median over rows of the largest error of a row."""
     rows = error.reshape(-1, error.shape[-1]) if error.dim() > 1 else error[:, None]
     return float(rows.amax(-1).median())
 
