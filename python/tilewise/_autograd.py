@@ -1,8 +1,8 @@
 """The operators' autograd kernels, and the derivatives that they refuse.
 
 They replace ``torch.library.register_autograd`` at a tenth of its overhead (0.04 ms instead of
-0.4 ms, because it parses the schema again in every call), and refuse forward-mode tangents, which
-it drops silently.
+0.4 ms: that function parses the schema again in every call). They also refuse forward-mode
+tangents, which it drops silently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
 
 
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
-    """Refuses dual tensors. Only the operators see them under torch.compile, all at level 0."""
+    """Refuses dual tensors. Under torch.compile only this kernel sees them, always at level 0."""
     if forward_ad._current_level < 0 and not is_transformed():
         return
     for value in arguments:

@@ -54,7 +54,7 @@ _REASONS = (
 
 
 def _check_whole(path: Path) -> None:
-    """Refuses a truncated file: the loader would map it, and the process would crash at its end."""
+    """Refuses a truncated file: the loader would map it, and reading past its end would crash."""
     with path.open("rb") as file:
         head = file.read(64)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":

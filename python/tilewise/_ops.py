@@ -49,7 +49,7 @@ _OPTIONS = (
 )
 # The options of the fast path of equal lengths (tilewise._plain). Here heads_first means that the
 # tensors themselves are in "bhsd" order.
-_PLAIN = (
+_PLAIN_OPTIONS = (
     "float? scale, int window_left, int window_right, bool deterministic, bool tf32, "
     "bool heads_first"
 )
@@ -59,10 +59,10 @@ _SCHEMAS = (
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, "
     "Tensor dscale)",
-    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN}, bool with_lse_low=False) "
+    f"_plain_forward(Tensor q, Tensor k, Tensor v, {_PLAIN_OPTIONS}, bool with_lse_low=False) "
     "-> (Tensor out, Tensor lse)",
     "_plain_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_PLAIN}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor lse, {_PLAIN_OPTIONS}, int wanted) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor? k_new, Tensor? v_new, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, Tensor? rotary_seqlens, "
     "Tensor? block_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
@@ -205,6 +205,7 @@ def _materialized_bias(bias: Tensor | None) -> Tensor | None:
     return bias.contiguous() if expanded else bias
 
 
+# The position of each argument of ``forward`` that can have a gradient, and its WANT bit.
 _WANT_AT = (
     (0, WANT_Q),
     (1, WANT_K),
@@ -217,6 +218,7 @@ _SLOPES_AT, _BIAS_AT = _position("alibi_slopes"), _position("bias")
 
 
 def _wanted(needs: tuple[bool, ...]) -> int:
+    """The WANT bits of the arguments of ``forward`` that need a gradient."""
     if needs[_SLOPES_AT]:
         raise RuntimeError(
             "tilewise: alibi_slopes requires a gradient, but none is defined for it; "

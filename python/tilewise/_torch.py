@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _is_compiling = torch.compiler.is_compiling
 
 
-# From now on, plain calls take the fast path.
+# Once this module is imported, calls without options take the fast path.
 api._plain, api._varlen = _plain.attention, _plain.varlen
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
@@ -375,7 +375,7 @@ def _four_dimensions(bias: Tensor) -> Tensor:
 
 
 def _longest(starts: Tensor | None, used: Tensor | None) -> int | None:
-    """The length of the longest sequence, or None if the CPU does not know it."""
+    """The length of the longest sequence, or None if the lengths are not in CPU memory."""
     lengths = used if used is not None else None if starts is None else starts.diff()
     if lengths is None or lengths.device.type != "cpu" or not _plain.is_eager():
         return None

@@ -113,11 +113,11 @@ def training_device(requested: str) -> str:
     if requested == "cpu":
         return "cpu"
     gpu = cuda_device()
-    served = any(
+    has_kernels = any(
         row["device"] == "cuda" and row["available"] and row["forward"] and row["backward"]
         for row in kernels()
     )
-    if gpu and served:
+    if gpu and has_kernels:
         return "cuda"
     reason = f"this build has no kernels for {gpu}" if gpu else "there is no CUDA device here"
     if requested == "cuda":

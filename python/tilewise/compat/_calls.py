@@ -28,7 +28,7 @@ def round_multiple(x, m):
     return (x + m - 1) // m * m
 
 
-_PLAIN = (int, float, bool, type(None))
+_PYTHON_NUMBERS = (int, float, bool, type(None))
 
 
 def scalar(value):
@@ -37,7 +37,7 @@ def scalar(value):
     The original packages pass numbers to a C++ extension, which converts every object that has
     ``__index__`` or ``__float__``. A tensor on a GPU makes the host wait, as it does there.
     """
-    if type(value) in _PLAIN:
+    if type(value) in _PYTHON_NUMBERS:
         return value
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value
@@ -73,7 +73,7 @@ def splits_of(num_splits) -> int:
 
 def scale_for(q: Tensor, softmax_scale):
     """The scale as a number, or as a tensor if it is on q's device and may have a gradient."""
-    if type(softmax_scale) in _PLAIN:
+    if type(softmax_scale) in _PYTHON_NUMBERS:
         return softmax_scale
     if isinstance(softmax_scale, Tensor):
         differentiable = softmax_scale.device == q.device and softmax_scale.is_floating_point()

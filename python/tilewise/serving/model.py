@@ -1,4 +1,4 @@
-"""A model of Transformers that attends over pages, and the check that its logits do not change."""
+"""Makes a model of Transformers attend over pages, and checks that its logits stay the same."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def take_over(model: Any) -> None:
 
 @contextmanager
 def _refusing(model: Any) -> Iterator[None]:
-    """Turns exceptions of a model that cannot be called with only tokens into a ValueError."""
+    """Turns the exceptions of a model that needs more than tokens into a ValueError."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:

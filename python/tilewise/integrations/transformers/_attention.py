@@ -54,8 +54,8 @@ def attention(
         dropout: Probability of dropping a weight.
         scaling: Factor of the scores; None is 1 / sqrt(head_dim).
         sliding_window: Number of keys that a row sees, including its own (bidirectional: on each
-            side). Like eager attention, it ignores the window without a mask, boundaries or a paged
-            cache.
+            side). As in eager attention, the window is ignored if there is no mask, no boundaries
+            and no paged cache.
         softcap: As in ``tilewise.attention``.
         is_causal: Whether rows see no later keys.
         s_aux: [heads], the sinks.
@@ -115,7 +115,8 @@ def attention(
         return paged_attention(query, key, value, sliding_window, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None
-    # Older versions pass continuous batching a dense mask in addition to equivalent boundaries.
+    # For continuous batching, older versions of Transformers pass equivalent boundaries as well as
+    # a dense mask.
     if packed and (cache is None or attention_mask is None or compact is not None):
         return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
     if boundaries is not None:
@@ -164,7 +165,7 @@ def _boundaries_by_positions(
     query: Tensor, key: Tensor, mask: Tensor | None, compact: CompactMask | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """cu_seqlens of packed sequences that only position_ids describe, not mask or arguments."""
+    """cu_seqlens of packed sequences if only position_ids describe them, no mask or argument."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         return None
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("block_table") is not None:
@@ -183,7 +184,7 @@ def _fast_path(
 ) -> Tensor | None:  # fmt: skip
     """The result of a layer without further options, or None: use the general path.
 
-    With padding or softcap, it is only for calls without a gradient.
+    With padding or a softcap, only calls without a gradient can take it.
     """
     first = end = rows = None
     if mask is not None:
@@ -282,7 +283,7 @@ def _masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention with a mask of rows times keys, with a mask of keys, or without a mask."""
+    """Attention with a mask of four dimensions, with a mask [batch, keys], or without a mask."""
     bias = as_bias("position_bias", position_bias, q)
     if mask is None:
         pass
@@ -387,7 +388,7 @@ def _refuse_bias_of_packed(position_bias: Tensor | None) -> None:
 
 
 def _bound(kwargs: dict[str, Any], side: str) -> int | None:
-    """The longest sequence under either name; None for a tensor, which is not worth a wait."""
+    """The longest sequence, which has two names; None for a tensor, to avoid a synchronisation."""
     value = kwargs.get(f"max_length_{side}", kwargs.get(f"max_seqlen_{side}"))
     return value if isinstance(value, int) and value > 0 else None
 

@@ -52,7 +52,8 @@ def create_mask(
         mask_function: Transformers' description of the pattern.
         attention_mask: [batch, keys seen so far], True for keys that are not padding.
         local_size: Size of the window or of the chunk.
-        allow_is_causal_skip, allow_is_bidirectional_skip: Whether the pattern is unaltered.
+        allow_is_causal_skip, allow_is_bidirectional_skip: Whether the pattern is causal or
+            bidirectional, respectively, and not combined with other mask functions.
         use_vmap: Whether the pattern contains functions of the caller.
         dtype: Dtype of the model.
         config: Configuration of the model.
@@ -144,9 +145,10 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
 def _pattern_by_flags(
     local_size: int | None, causal: bool, bidirectional: bool, config: Any
 ) -> Pattern | None:
-    """The pattern according to the flags of unaltered patterns, for functions that are traced.
+    """The pattern that the flags of ``create_mask`` imply, for graphs that are traced or captured.
 
-    ``local_size`` is a window, or the chunk of a pattern that is not supported.
+    causal and bidirectional are the ``allow_is_..._skip`` flags. ``local_size`` is a window, or a
+    chunk, which has no compact form.
     """
     if not (causal or bidirectional):
         return None

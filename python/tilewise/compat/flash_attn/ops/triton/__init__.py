@@ -1,1 +1,1 @@
-"""The rotary embedding in the place that it has in ``flash_attn``; it needs no Triton here."""
+"""The rotary embedding at its import path in ``flash_attn``; this one does not use Triton."""
