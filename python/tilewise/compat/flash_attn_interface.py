@@ -11,8 +11,7 @@ k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16, in a forward a
 Their values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new
 keys and values of a cache are divided by them. There is no kernel for fp8 queries: a q
 of that dtype and ``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` are hints to the original kernels; they do not change a result and are
-ignored.
+``scheduler_metadata`` are hints to the original kernels, which are ignored.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.
