@@ -19,7 +19,7 @@ uint64_t next_launch_id();
 bool prepare(common::PrepareParams& params, Stream stream);
 
 // Tensor maps of q or dout, of contiguous k or v (an empty map if they are paged), and of k or v in
-// pages, where `box_rows` divides the page size or is the page size.
+// pages, whose size `box_rows` divides.
 TensorMap map_of_rows(const Problem& p, const tilewise_tensor& view, int64_t columns,
                       int32_t box_rows);
 TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t columns,
@@ -27,8 +27,9 @@ TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t col
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
                        int32_t box_rows);
 
-// CTAs of the NaN recompute of flagged tiles: one wave. The number is odd, because flagged tiles
-// are often a power of two apart and would fall to few CTAs otherwise.
+// Number of CTAs for the NaN recompute of flagged tiles: one wave. The number is odd, because
+// flagged tiles are often a power of two apart, and with an even number few CTAs would get all of
+// them.
 int64_t recompute_blocks(const Flags& flags, const Tile& tile, int32_t device_index);
 
 }  // namespace tilewise::cuda

@@ -48,11 +48,11 @@ struct PaddedRows {
   }
   // The sequence and its row with which padded tile `index` of a head starts; batch -1: an unused
   // tile.
-  struct Place {
+  struct TileStart {
     int64_t batch;
     int64_t row0;
   };
-  TILEWISE_FN Place locate(const Problem& p, int64_t index) const {
+  TILEWISE_FN TileStart locate(const Problem& p, int64_t index) const {
     if (p.batch == 0) return {-1, 0};
     int64_t low = 0;
     int64_t high = p.batch - 1;

@@ -160,7 +160,7 @@ TEST(PlannerCuda, WgmmaTileSizeDependsOnRows) {
 }
 
 // The machine code of a build for sm_80 runs on sm_86 and sm_89, not on sm_90.
-TEST(PlannerCuda, UsesALowerTableIfTheBuildLacksTheOwn) {
+TEST(PlannerCuda, UsesALowerTableIfTheBuildLacksItsOwn) {
   static constexpr int32_t k80[] = {80};
   const DescribedBuild build(
       {{.architecture = 0, .sass = k80, .ptx = {}}, {.architecture = 80, .sass = k80, .ptx = {}}});
@@ -241,7 +241,7 @@ TEST(PlannerCuda, PagedFormServesPagesWithoutOptions) {
   p.k.stride_row += 4;
   EXPECT_EQ(form(p, 90), Form::general);
   p = paged(TILEWISE_BFLOAT16, 16);
-  p.pages = int64_t{1} << 20;  // 16 GB less one stride: chunks are numbered in 32 bits
+  p.pages = int64_t{1} << 20;  // 16 GB less one stride: 16-byte pieces are counted in 32 bits
   EXPECT_EQ(form(p, 80), Form::general);
   p.pages = int64_t{1} << 18;
   EXPECT_EQ(form(p, 80), Form::paged);
@@ -281,7 +281,7 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
   Problem p = paged(TILEWISE_BFLOAT16, 16);
   p.batch_invariant = 1;
   EXPECT_EQ(form(p, 90), Form::tma_paged);
-  p.pages = int64_t{1} << 20;  // TMA numbers no chunks
+  p.pages = int64_t{1} << 20;  // TMA counts no pieces
   EXPECT_EQ(form(p, 90), Form::tma_paged);
   p.leftpad_k = p.block_table;  // key 0 may be anywhere in its page
   EXPECT_EQ(form(p, 90), Form::general);
@@ -291,7 +291,7 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
   p = paged(TILEWISE_BFLOAT16, 16);
   p.v.stride_head = 0;  // one head for all
   EXPECT_EQ(form(p, 90), Form::tma_paged);
-  p.v.stride_head = -128;  // no map has such a stride
+  p.v.stride_head = -128;  // no tensor map has such a stride
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
   p.seqlen_q = 40;

@@ -17,7 +17,7 @@ using cuda::Form;
 
 constexpr int32_t kH100 = 3352;  // memory bandwidth in GB/s
 constexpr int32_t kH200 = 4917;
-const int32_t kSomeLengths = 0;  // the planner reads no index array
+const int32_t kDeviceLengths = 0;  // the planner reads no index array
 
 // The plan of sm_90 with a memory bandwidth of `speed`, for contiguous keys or pages of 16.
 cuda::Plan decode(int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
@@ -41,7 +41,7 @@ cuda::Plan decode(int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
 // has few key tiles, with and without device lengths. Longer sequences are split for a combine
 // kernel, all into the same number of splits.
 TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
-  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
+  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kDeviceLengths}) {
     for (const int64_t batch : {2, 6}) {
       const cuda::Plan large = decode(batch, 8192, 16, 1, lengths);
       EXPECT_EQ(large.cluster_size, 16);
@@ -58,13 +58,13 @@ TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
     // Clusters of 16 would find no room beside those of the next launch.
     EXPECT_EQ(decode(8, 8192, 16, 1, lengths).warps_per_tile, 1);
   }
-  // Chunks if there is much to read, except with two or three sequences.
-  EXPECT_TRUE(decode(6, 65536, 16, 1, &kSomeLengths).chunks.any());
-  EXPECT_FALSE(decode(3, 65536, 16, 1, &kSomeLengths).chunks.any());
-  const cuda::Plan paged_decode = decode(2, 8192, 16, 1, &kSomeLengths, true);
+  // There are chunks if there is much to read, except with two or three sequences.
+  EXPECT_TRUE(decode(6, 65536, 16, 1, &kDeviceLengths).chunks.any());
+  EXPECT_FALSE(decode(3, 65536, 16, 1, &kDeviceLengths).chunks.any());
+  const cuda::Plan paged_decode = decode(2, 8192, 16, 1, &kDeviceLengths, true);
   EXPECT_EQ(paged_decode.cluster_size, 16);
   EXPECT_EQ(paged_decode.warps_per_tile, cuda::kMaxWarpsPerTile);
-  // Not if the caller chooses splits, or if results must not depend on the batch.
+  // The caller chooses splits, or results must not depend on the batch: no such clusters.
   Problem p = problem(TILEWISE_BFLOAT16, 2, 1, 8192, 16);
   p.heads_kv = 1;
   p.num_splits = 16;
@@ -74,15 +74,15 @@ TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
   EXPECT_EQ(forward(p, gpu_with(90)).warps_per_tile, 1);
 }
 
-// One CTA per SM where two would leave more results to combine; with device lengths only if
+// An SM gets one CTA where two would leave more results to combine; with device lengths only if
 // sequences may have many keys.
 TEST(PlannerCudaDecode, OneCtaPerSm) {
   for (const int64_t batch : {9, 12, 16}) {
     EXPECT_TRUE(decode(batch, 8192, 32, 8).one_cta_per_sm) << batch;
     EXPECT_TRUE(decode(batch, 256, 32, 8).one_cta_per_sm) << batch;
-    EXPECT_TRUE(decode(batch, 8192, 32, 8, &kSomeLengths).one_cta_per_sm) << batch;
-    EXPECT_FALSE(decode(batch, 1024, 32, 8, &kSomeLengths).one_cta_per_sm) << batch;
-    EXPECT_TRUE(decode(8 * batch, 2048, 16, 1, &kSomeLengths).one_cta_per_sm) << batch;
+    EXPECT_TRUE(decode(batch, 8192, 32, 8, &kDeviceLengths).one_cta_per_sm) << batch;
+    EXPECT_FALSE(decode(batch, 1024, 32, 8, &kDeviceLengths).one_cta_per_sm) << batch;
+    EXPECT_TRUE(decode(8 * batch, 2048, 16, 1, &kDeviceLengths).one_cta_per_sm) << batch;
   }
   EXPECT_FALSE(decode(24, 8192, 32, 8).one_cta_per_sm);  // more tiles than SMs
   EXPECT_FALSE(decode(16, 128, 32, 8).one_cta_per_sm);
@@ -92,23 +92,23 @@ TEST(PlannerCudaDecode, OneCtaPerSm) {
   EXPECT_TRUE(decode(32, 16384, 16, 1).one_cta_per_sm);
   EXPECT_FALSE(decode(64, 2048, 16, 1).one_cta_per_sm);
   // Eight and sixteen rows have more to combine.
-  EXPECT_TRUE(decode(12, 1024, 64, 8, &kSomeLengths).one_cta_per_sm);
-  EXPECT_FALSE(decode(12, 512, 64, 8, &kSomeLengths).one_cta_per_sm);
-  EXPECT_TRUE(decode(96, 1024, 16, 1, &kSomeLengths).one_cta_per_sm);
-  EXPECT_TRUE(decode(96, 256, 16, 1, &kSomeLengths).one_cta_per_sm);
-  EXPECT_FALSE(decode(80, 1024, 16, 1, &kSomeLengths).one_cta_per_sm);
-  EXPECT_TRUE(decode(80, 512, 16, 1, &kSomeLengths).one_cta_per_sm);
-  // With several chunks per sequence.
-  EXPECT_FALSE(decode(8, 8192, 32, 8, &kSomeLengths).one_cta_per_sm);
-  EXPECT_TRUE(decode(8, 16384, 32, 8, &kSomeLengths).one_cta_per_sm);
-  EXPECT_TRUE(decode(32, 16384, 16, 1, &kSomeLengths).one_cta_per_sm);
-  EXPECT_FALSE(decode(32, 8192, 16, 1, &kSomeLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(12, 1024, 64, 8, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_FALSE(decode(12, 512, 64, 8, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(96, 1024, 16, 1, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(96, 256, 16, 1, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_FALSE(decode(80, 1024, 16, 1, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(80, 512, 16, 1, &kDeviceLengths).one_cta_per_sm);
+  // Sequences have several chunks.
+  EXPECT_FALSE(decode(8, 8192, 32, 8, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(8, 16384, 32, 8, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_TRUE(decode(32, 16384, 16, 1, &kDeviceLengths).one_cta_per_sm);
+  EXPECT_FALSE(decode(32, 8192, 16, 1, &kDeviceLengths).one_cta_per_sm);
 }
 
 // Pages need more instructions per key tile, so one CTA per SM needs more tiles.
 TEST(PlannerCudaDecode, OneCtaPerSmWithPages) {
   const auto one_cta = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
-    const cuda::Plan plan = decode(batch, keys, heads, heads_kv, &kSomeLengths, true);
+    const cuda::Plan plan = decode(batch, keys, heads, heads_kv, &kDeviceLengths, true);
     EXPECT_EQ(plan.form, cuda::Form::tma_paged);
     EXPECT_EQ(plan.warps_per_tile, plan.one_cta_per_sm ? 2 : 1);
     return plan.one_cta_per_sm;
@@ -129,7 +129,7 @@ TEST(PlannerCudaDecode, WarpsPerTileSaturateMemory) {
                         const int32_t* lengths = nullptr) {
     return decode(batch, keys, heads, heads_kv, lengths, false, speed).warps_per_tile;
   };
-  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
+  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kDeviceLengths}) {
     EXPECT_EQ(warps(kH200, 16, 8192, 32, 8, lengths), 2);
     EXPECT_EQ(warps(kH100, 16, 8192, 32, 8, lengths), 1);
     EXPECT_EQ(warps(kH100, 10, 8192, 32, 8, lengths), 2);
@@ -140,7 +140,7 @@ TEST(PlannerCudaDecode, WarpsPerTileSaturateMemory) {
     EXPECT_EQ(warps(kH100, 48, 2048, 32, 8, lengths), 1);   // few waves
   }
   EXPECT_EQ(warps(kH100, 128, 1024, 32, 8), 2);
-  EXPECT_EQ(warps(kH100, 128, 1024, 32, 8, &kSomeLengths), 1);  // there may be short sequences
+  EXPECT_EQ(warps(kH100, 128, 1024, 32, 8, &kDeviceLengths), 1);  // there may be short sequences
   EXPECT_EQ(warps(kH100, 16, 1024, 32, 8), 2);
   EXPECT_EQ(warps(kH200, 24, 8192, 32, 8), 1);  // two CTAs per SM
   EXPECT_EQ(decode(16, 8192, 32, 8, nullptr, true, kH100).warps_per_tile, 2);
@@ -151,7 +151,8 @@ TEST(PlannerCudaDecode, WarpsPerTileSaturateMemory) {
   EXPECT_EQ(forward(p, gpu_with(90)).warps_per_tile, 1);
 }
 
-// Two stages where more bytes in flight would exceed what saturates memory.
+// Pipelines have only two stages where those already have enough bytes in flight to saturate
+// memory.
 TEST(PlannerCudaDecode, StagesSaturateMemory) {
   const auto stages = [](int32_t speed, int64_t batch, int64_t keys, int64_t heads,
                          int64_t heads_kv, const int32_t* lengths = nullptr, bool pages = false) {
@@ -165,8 +166,8 @@ TEST(PlannerCudaDecode, StagesSaturateMemory) {
   EXPECT_EQ(stages(kH100, 16, 8192, 32, 8), 0);                     // one warp per tile
   for (const int32_t speed : {kH100, kH200}) {
     EXPECT_EQ(stages(speed, 6, 8192, 16, 1), 0);  // clusters of 16
-    EXPECT_EQ(stages(speed, 10, 1024, 32, 8, &kSomeLengths), 0);
-    EXPECT_EQ(stages(speed, 12, 1024, 32, 8, &kSomeLengths), cuda::kReducedStages);
+    EXPECT_EQ(stages(speed, 10, 1024, 32, 8, &kDeviceLengths), 0);
+    EXPECT_EQ(stages(speed, 12, 1024, 32, 8, &kDeviceLengths), cuda::kReducedStages);
     EXPECT_EQ(stages(speed, 20, 4096, 32, 8), 0);
     EXPECT_EQ(stages(speed, 24, 4096, 32, 8), cuda::kReducedStages);
     EXPECT_EQ(stages(speed, 128, 2048, 32, 8), cuda::kReducedStages);
@@ -178,9 +179,10 @@ TEST(PlannerCudaDecode, StagesSaturateMemory) {
   EXPECT_EQ(forward(p, gpu_with(90)).warps_per_tile, 1);
 }
 
-// If not every CTA may have a chunk, the chunks are spread over the grid by a bijection.
+// If some CTAs have no chunk or only some SMs have a second one, a bijection spreads the chunks
+// over the grid.
 TEST(PlannerCudaDecode, ChunksAreSpreadOverTheGrid) {
-  const auto placement = [](auto... args) { return decode(args..., &kSomeLengths).placement; };
+  const auto placement = [](auto... args) { return decode(args..., &kDeviceLengths).placement; };
   const int64_t sms = gpu_with(90).gpu.sm_count;
   EXPECT_EQ(placement(12, 8192, 32, 8).chunks, 96);
   EXPECT_EQ(placement(12, 8192, 32, 8).ctas, sms);
@@ -239,7 +241,7 @@ TEST(PlannerCudaDecode, SmallPagesArePlannedLikeLargeOnes) {
     return std::make_tuple(plan.splits, plan.cluster_size, plan.warps_per_tile,
                            plan.chunks.max_chunks, plan.one_cta_per_sm);
   };
-  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kSomeLengths}) {
+  for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kDeviceLengths}) {
     for (const int64_t batch : {1, 2, 4, 12, 16, 24, 64}) {
       for (const int64_t keys : {1024, 4096, 16384}) {
         for (const auto& [heads, heads_kv] : {std::pair{32, 8}, std::pair{16, 1}}) {
@@ -258,7 +260,7 @@ TEST(PlannerCudaDecode, SmallPagesArePlannedLikeLargeOnes) {
 // The plan with device lengths.
 cuda::Plan device_lengths_decode(int64_t batch, int64_t keys = 8192, int64_t heads = 32,
                                  int64_t heads_kv = 8, bool pages = false) {
-  return decode(batch, keys, heads, heads_kv, &kSomeLengths, pages);
+  return decode(batch, keys, heads, heads_kv, &kDeviceLengths, pages);
 }
 ChunkSchedule chunks_of_decode(int64_t batch) { return device_lengths_decode(batch).chunks; }
 
@@ -269,13 +271,13 @@ TEST(PlannerCudaDecode, FewLongSequencesHaveSpareChunks) {
     return device_lengths_decode(args...).chunks.max_chunks;
   };
   EXPECT_EQ(max_chunks(16, 4096, 32, 32), 16 + 8);
-  EXPECT_EQ(max_chunks(16, 2048, 32, 32), 20);     // one more wave than tiles
+  EXPECT_EQ(max_chunks(16, 2048, 32, 32), 20);     // one wave more than the tiles need
   EXPECT_EQ(max_chunks(12, 4096, 32, 32), 16);     // fewer tiles per SM
   EXPECT_GT(max_chunks(64, 4096, 32, 8), 64 + 8);  // more sequences have more spare chunks
 }
 
-// Clusters of four for few key tiles per sequence, if there are tiles for 3/8 to 1/2 of the SMs,
-// or, with up to four rows, for up to 3/4.
+// Clusters of four read sequences of few key tiles if there are tiles for 3/8 to 1/2 of the SMs,
+// or, with up to four rows, for 3/8 to 3/4.
 TEST(PlannerCudaDecode, DeviceLengthsUseClustersOfFour) {
   const auto uses_clusters_of_four = [](auto... args) {
     const cuda::Plan plan = device_lengths_decode(args...);
@@ -297,9 +299,9 @@ TEST(PlannerCudaDecode, DeviceLengthsUseClustersOfFour) {
   EXPECT_NE(decode(12, 2048, 32, 8).cluster_size, 4);
 }
 
-// The last CTA of a tile combines if there are tiles for at least 3/4 of the SMs, with more than
-// four rows for 9/20, and with one CTA per SM for 1/2. Clusters of two are faster for few key
-// tiles.
+// The last CTA of a tile combines if there are tiles for at least 3/4 of the SMs, or for 9/20 with
+// more than four rows, or for more than 1/2 with one CTA per SM. Clusters of two are faster for few
+// key tiles.
 TEST(PlannerCudaDecode, LastCtaCombinesManyTiles) {
   EXPECT_FALSE(device_lengths_decode(8).last_cta_combines);
   EXPECT_TRUE(device_lengths_decode(12).one_cta_per_sm &&
@@ -362,7 +364,8 @@ TEST(PlannerCudaDecode, LongSequencesStartFirst) {
   EXPECT_TRUE(device_lengths_decode(128, 1024).chunks.longest_first());
 }
 
-// No chunk is longer than the keys of the batch over the sequences that run at once.
+// No chunk is longer than the keys of the batch divided by the number of sequences that run at
+// once.
 TEST(PlannerCudaDecode, ConcurrentSequencesLimitTheChunkSize) {
   ChunkSchedule schedule = chunks_of_decode(128);
   const ChunkSchedule::Batch batch = {

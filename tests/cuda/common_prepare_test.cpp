@@ -18,7 +18,8 @@ void run(common::PrepareParams& params) {
   tilewise::cuda::launch(common::prepare_kernel(), blocks, nullptr, params);
 }
 
-// Counts in the same bucket may come in any order; these differ by more than a bucket.
+// Whether a is less than b by more than the width of a bucket of the sort. Different counts in the
+// same bucket may come in any order.
 bool clearly_less(int64_t a, int64_t b) { return a < b && (b < 32 || 8 * (b - a) > b); }
 
 void check_order(const std::vector<TileOrder::Entry>& table, const std::vector<int64_t>& tiles) {
@@ -131,15 +132,15 @@ Used used_rows(const tilewise::Problem& p) {
 }
 
 Used used_keys(const tilewise::Problem& p) {
-  const bool own = p.block_table != nullptr || p.kv_batch_idx != nullptr;
-  const bool varlen = !own && p.cu_seqlens_k != nullptr;
-  Used used(static_cast<size_t>(varlen ? 1
-                                : own  ? p.batch
-                                       : p.kv_batch),
+  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+  const bool varlen = !per_sequence && p.cu_seqlens_k != nullptr;
+  Used used(static_cast<size_t>(varlen         ? 1
+                                : per_sequence ? p.batch
+                                               : p.kv_batch),
             std::vector<char>(static_cast<size_t>(tilewise::key_capacity(p)), 0));
   for (int64_t b = 0; b < p.batch; ++b) {
     const tilewise::Sequence s = tilewise::sequence_of(p, b);
-    const tilewise::KvSource kv = own ? s.kv.dense(b) : s.kv;
+    const tilewise::KvSource kv = per_sequence ? s.kv.dense(b) : s.kv;
     for (int64_t j = 0; j < s.band.keys; ++j)
       used[static_cast<size_t>(kv.batch_index)][static_cast<size_t>(kv.first + j)] = 1;
   }

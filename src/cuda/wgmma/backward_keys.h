@@ -1,5 +1,5 @@
-// Preparation of K and V that TMA cannot do (pages, rows of other sequences), and the stores of dK
-// and dV by keys.
+// The part of loading K and V that TMA cannot do (pages, and zeros in place of the rows of other
+// sequences), and the stores of dK and dV by a warp that has 16 keys.
 #pragma once
 
 #include "cuda/ptx/cp_async.h"
@@ -17,8 +17,8 @@ struct KeyColumns {
   int64_t end;
 };
 
-// Copies a tile of keys row by row, by all consumer threads, because pages are not contiguous: the
-// keys of `sequence` from `first` on. Rows past the last key become 0.
+// Copies the keys of `sequence` from `first` on to a tile, row by row, because pages are not
+// contiguous. All consumer threads call it. Rows past the last key become 0.
 template <class C, class Tile>
 TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const KeyColumns& columns, int head,
                                const Sequence& sequence, int32_t first, int thread) {
@@ -100,8 +100,8 @@ TILEWISE_DEVICE void store_keys(const float (&sums)[kN], float scale, ptx::Share
   using Storage = typename C::Element::Storage;
   using Tile = tile::SwizzledTile<16, kN * 2>;
   if (view.data == nullptr) return;
-  // Computed again for every work tile, so that no register holds values derived from it across
-  // one.
+  // `lane` is computed again for every work tile, so that no register holds values derived from it
+  // during the steps of one.
   const int lane =
       static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) % ptx::kWarpSize;
 #pragma unroll

@@ -121,9 +121,9 @@ TILEWISE_DEVICE void replace_kv(const TmaBackwardParams& p, const TileDescriptor
   }
 }
 
-// Loads Q, dO and their statistics for all steps of a work tile. K and V follow those of the first
-// step, because the previous K and V are read until the end of their work tile. `first_step` counts
-// the steps of the CTA's work tiles before this one.
+// Loads Q, dO and their statistics for all steps of a work tile. K and V are loaded after the Q and
+// dO of the first step, because the previous K and V are read until the end of their work tile.
+// `first_step` counts the steps of the CTA's work tiles before this one.
 template <class C>
 TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                     ptx::SharedAddress shared, int32_t first_step,
@@ -168,7 +168,7 @@ TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescri
   if (work_tile.steps == 0) replace_kv<C>(p, work_tile, shared, kv_parity);
 }
 
-// Loads the next descriptor to a stage, or writes the end mark there; called by one thread.
+// Loads the next descriptor into a stage, or writes the end mark there; called by one thread.
 template <class C>
 TILEWISE_DEVICE void fetch_descriptor(const BackwardParams& p, ptx::SharedAddress shared, int stage,
                                       int32_t index) {

@@ -37,7 +37,7 @@ struct RowBlock {
       r.row0 = static_cast<int32_t>((index - batch * each) * kTile);
     } else {
       tiles = static_cast<uint32_t>(kPadded.count(p) / kTile);
-      const PaddedRows::Place found = kPadded.locate(p, index);
+      const PaddedRows::TileStart found = kPadded.locate(p, index);
       r.batch = static_cast<int32_t>(found.batch);
       r.row0 = static_cast<int32_t>(found.row0);
     }
