@@ -47,7 +47,8 @@ void* current_cuda_stream(int32_t device_index) {
                : reinterpret_cast<Accessor>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
   if (accessor == nullptr)
-    throw std::runtime_error("tilewise: q is a CUDA tensor, but this PyTorch has no CUDA library");
+    throw std::runtime_error(
+        "tilewise: the tensors are on a CUDA device, but this PyTorch has no CUDA library");
   void* stream = nullptr;
   check_shim(accessor(device_index, &stream), "aoti_torch_get_current_cuda_stream");
   return stream;

@@ -1,5 +1,5 @@
-// Registers a function per operator and device. The schemas are defined in Python
-// (python/tilewise/_ops.py), where every PyTorch from 2.10 on accepts tags.
+// Registers one function per operator and device. The schemas are defined in Python
+// (python/tilewise/_ops.py), because every PyTorch from 2.10 on accepts tags there.
 #include "attention.h"
 
 namespace {
@@ -10,9 +10,9 @@ void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("append_kv", &tilewise::torch_binding::append_kv);
 }
 
-// These operators have no derivative: tilewise._ops calls them below autograd and defines the
-// derivative itself. They are therefore registered for the autograd keys as well, which saves a
-// pass through the dispatcher.
+// Autograd need not see these operators: tilewise._plain calls them inside an autograd function,
+// which defines the derivative, or without gradients. Registering them for the autograd keys as
+// well saves a pass through the dispatcher.
 void register_plain(torch::stable::detail::StableLibrary& library) {
   library.impl("_plain_forward", &tilewise::torch_binding::plain_forward);
   library.impl("_plain_backward", &tilewise::torch_binding::plain_backward);

@@ -45,7 +45,7 @@ class Error : public std::runtime_error {
   tilewise_status status_;
 };
 
-// Turns a status of the C ABI into an exception.
+// Throws an Error unless a call of the C ABI has succeeded.
 inline void check(tilewise_status status) {
   if (status != TILEWISE_OK) throw Error(status, tilewise_last_error());
 }
@@ -110,7 +110,7 @@ BasicTensor<Pointer> make_view(Pointer data, tilewise_dtype dtype, Sizes sizes, 
       invalid("sizes has the entry " + std::to_string(view.sizes[i]) + ": 0 or more is allowed");
     view.strides[i] = strides.size() != 0 ? strides.begin()[i - first] : packed;
     if (__builtin_mul_overflow(packed, view.sizes[i], &packed))
-      invalid("sizes multiply to more than 64 bits can count");
+      invalid("the product of sizes does not fit into 64 bits");
   }
   if (view.strides[3] != 1)
     invalid("the last stride is " + std::to_string(view.strides[3]) +
@@ -129,7 +129,7 @@ void check_inside(const BasicTensor<Pointer>& view, std::size_t count) {
     int64_t& end = view.strides[i] < 0 ? lowest : highest;
     if (__builtin_mul_overflow(view.sizes[i] - 1, view.strides[i], &reach) ||
         __builtin_add_overflow(end, reach, &end))
-      invalid("sizes and strides reach further than 64 bits can count");
+      invalid("the offsets that sizes and strides give do not fit into 64 bits");
   }
   if (lowest < 0 || static_cast<std::size_t>(highest) >= count)
     invalid("sizes and strides reach from element " + std::to_string(lowest) + " to " +
@@ -185,8 +185,8 @@ namespace detail {
 
 inline void check_size(const char* name, std::size_t given, int64_t wanted) {
   if (given != 0 && static_cast<int64_t>(given) != wanted)
-    invalid(std::string(name) + " has " + std::to_string(given) +
-            " entries: " + std::to_string(wanted) + " are allowed");
+    invalid(std::string(name) + " has " + std::to_string(given) + " entries: it must have " +
+            std::to_string(wanted));
 }
 
 template <class Left, class Right>
@@ -200,12 +200,12 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
                          const ConstTensor& out, const Options& o) {
   const int rank_q = o.cu_seqlens_q.empty() ? 4 : 3;
   const int rank_k = o.cu_seqlens_k.empty() ? 4 : 3;
-  check_same("the rank of q and the rank it has with or without cu_seqlens_q", q.rank, rank_q);
-  check_same("the rank of k and the rank it has with or without cu_seqlens_k", k.rank, rank_k);
+  check_same("the rank of q and its rank with cu_seqlens_q (3) or without (4)", q.rank, rank_q);
+  check_same("the rank of k and its rank with cu_seqlens_k (3) or without (4)", k.rank, rank_k);
   check_same("the ranks of k and v", k.rank, v.rank);
   check_same("the ranks of q and out", q.rank, out.rank);
   for (const ConstTensor* each : {&k, &v, &out})
-    check_same("the dtypes of q and another tensor", int{q.dtype}, int{each->dtype});
+    check_same("the dtypes of q and of k, v or out", int{q.dtype}, int{each->dtype});
   if (q.rank == 4) check_same("the batches of q and out", q.batch(), out.batch());
   if (k.rank == 4) check_same("the batches of k and v", k.batch(), v.batch());
   if (q.rank == 4 && k.rank == 4) check_same("the batches of q and k", q.batch(), k.batch());
@@ -365,8 +365,8 @@ inline tilewise_gradients describe(const tilewise_attention& a, const GradientVi
   const bool pages = a.block_table != nullptr;
   const bool packed_q = a.cu_seqlens_q != nullptr;
   const bool packed_k = a.cu_seqlens_k != nullptr && !pages;
-  const bool each_its_own = pages || a.kv_batch_idx != nullptr || a.kv_batch == 0;
-  const int64_t batch_k = each_its_own ? a.batch : a.kv_batch;
+  const bool own_batch_rows = pages || a.kv_batch_idx != nullptr || a.kv_batch == 0;
+  const int64_t batch_k = own_batch_rows ? a.batch : a.kv_batch;
   const int64_t keys = pages ? a.block_table_width * a.page_size : a.seqlen_k;
   const int64_t columns_v = a.head_dim_v == 0 ? a.head_dim : a.head_dim_v;
   const auto check_q = [&](const char* name, const ConstTensor& view, int64_t columns) {

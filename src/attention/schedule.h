@@ -1,4 +1,4 @@
-// How attention is cut: tiles of packed query rows, splits and chunks of keys.
+// How a problem is divided: tiles of packed query rows, splits and chunks of keys.
 #pragma once
 
 #include "attention/band.h"
@@ -60,7 +60,7 @@ struct SplitRule {
 struct ChunkSchedule {
   int32_t max_chunks = 0;         // per batch, at least one per sequence; 0: no chunks
   Divisor chunks_if_uniform = 1;  // per sequence, when lengths are uniform
-  Divisor tile = 1;               // keys
+  Divisor tile = 1;               // keys per tile
   // Lengths of at most kShort tiles count as uniform when the longest is at most this many fourths
   // of the mean.
   int32_t uniform_fourths = kFourths;
@@ -133,8 +133,8 @@ struct ChunkSchedule {
   }
 };
 
-// Split `index` of `keys`. Splits have whole tiles, as equally as possible; the last ones may be
-// empty.
+// Split `index` of `keys`. Splits consist of whole tiles and are as equal as possible; the last
+// ones may be empty.
 TILEWISE_FN constexpr Range key_split(Range keys, int64_t splits, int64_t index, int64_t tile) {
   const int64_t step = round_up(ceil_div(keys.size(), splits), tile);
   return {min(keys.end, keys.begin + index * step), min(keys.end, keys.begin + (index + 1) * step)};

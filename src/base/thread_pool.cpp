@@ -61,13 +61,13 @@ class Pool {
       ++generation_;
     }
     wake_.notify_all();
-    take();
+    run_tasks();
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 
  private:
-  void take() {
+  void run_tasks() {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;)
       task_(context_, i);
   }
@@ -81,7 +81,7 @@ class Pool {
         if (stop_) return;
         seen = generation_;
       }
-      take();
+      run_tasks();
       std::lock_guard<std::mutex> lock(mutex_);
       if (--busy_ == 0) done_.notify_one();
     }

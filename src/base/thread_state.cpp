@@ -21,14 +21,14 @@ void set(const FloatState& state) { std::fesetenv(&state); }
 void set_default() { std::fesetenv(FE_DFL_ENV); }
 #endif
 
-// State of this thread, valid while `depth` DefaultFloatStates are alive.
-thread_local FloatState callers;
+// The state that the outermost of this thread's `depth` nested DefaultFloatStates has found.
+thread_local FloatState callers_state;
 thread_local int depth = 0;
 
 }  // namespace
 
 DefaultFloatState::DefaultFloatState() noexcept : found_(current()) {
-  if (depth++ == 0) callers = found_;
+  if (depth++ == 0) callers_state = found_;
   set_default();
 }
 
@@ -38,7 +38,7 @@ DefaultFloatState::~DefaultFloatState() {
 }
 
 CallersFloatState::CallersFloatState() noexcept : found_(current()) {
-  if (depth > 0) set(callers);
+  if (depth > 0) set(callers_state);
 }
 
 CallersFloatState::~CallersFloatState() { set(found_); }

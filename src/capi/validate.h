@@ -1,4 +1,4 @@
-// From the structs of the caller to structs that every kernel may trust.
+// Validation: turns the caller's structs into structs that every kernel may trust.
 //
 // `Contents::unread` checks everything that needs no pointers, for tilewise_plan.
 // `Contents::pointers` also checks that pointers are given and aligned, for a launch on a GPU,

@@ -30,7 +30,8 @@ inline constexpr uint32_t kFirstSize<tilewise_cuda_code_info> = 16;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_index_error> = 328;
 
-// A larger struct_size is surely uninitialised: reading that far could leave the caller's memory.
+// A larger struct_size is certainly an uninitialised field; reading that many bytes could leave the
+// caller's memory.
 inline constexpr uint32_t kLargestSize = 1u << 16;
 
 template <class T>

@@ -13,13 +13,13 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
                                    : ceil_div(rows, tile) + p.batch;
 }
 
-// Whether the problem is decoding, which its few rows determine. An upper bound that is too small
-// costs speed, not correctness. More rows than vectors take, with few keys, are faster on the
-// matrix engine (32 rows: 256 keys take as long, 32 keys half as long). With batch_invariant, the
-// number of keys of other sequences must not influence the choice.
+// Whether the decode kernels serve the problem: it has few rows. A max_seqlen_q that is too small
+// costs speed, not correctness. With more rows than fp32 decoding takes, and few keys, the other
+// kernels are faster (32 rows: with 256 keys both take the same time, with 32 keys they take half
+// as long). With batch_invariant, the keys of other sequences must not influence the choice.
 inline bool is_decoding(const Problem& p, Isa isa) {
   if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr)
-    return false;  // rows of all sequences together
+    return false;  // seqlen_q counts the rows of all sequences
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
   const int max_rows = max_decode_rows(isa, p.dtype);

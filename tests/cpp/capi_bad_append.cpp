@@ -70,7 +70,7 @@ class BadAppend : public testing::TestWithParam<Bad> {};
 
 TEST_P(BadAppend, IsRefused) {
   AppendCall call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   EXPECT_EQ(tilewise_append_kv(&call.a), TILEWISE_INVALID_ARGUMENT);
   expect_message(GetParam().message);
   EXPECT_TRUE(call.untouched());

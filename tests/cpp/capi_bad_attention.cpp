@@ -19,7 +19,7 @@ void expect_refused(tilewise_status status, const Call& call, const char* messag
 TEST_P(BadAttention, IsRefusedByPlan) {
   for (int32_t pass : {TILEWISE_PASS_FORWARD, TILEWISE_PASS_BACKWARD}) {
     Call call;
-    GetParam().spoil(call);
+    GetParam().corrupt(call);
     tilewise_plan_info info{};
     info.struct_size = sizeof(info);
     const tilewise_plan_info before = info;
@@ -30,13 +30,13 @@ TEST_P(BadAttention, IsRefusedByPlan) {
 
 TEST_P(BadAttention, IsRefusedByForward) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.forward(), call, GetParam().message);
 }
 
 TEST_P(BadAttention, IsRefusedByBackward) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.backward(), call, GetParam().message);
 }
 
@@ -264,7 +264,7 @@ INSTANTIATE_TEST_SUITE_P(, BadAttention, testing::ValuesIn(kBad), bad_input_name
 // Overlapping outputs, which only the pass that writes them refuses.
 TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
   const struct {
-    void (*spoil)(Call&);
+    void (*corrupt)(Call&);
     const char* message;
   } cases[] = {
       {[](Call& c) { c.a.out.stride_batch = 0; },
@@ -277,7 +277,7 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
   };
   for (const auto& each : cases) {
     Call call;
-    each.spoil(call);
+    each.corrupt(call);
     expect_refused(call.forward(), call, each.message);
     tilewise_plan_info info{};
     info.struct_size = sizeof(info);

@@ -24,14 +24,14 @@ class BadGradients : public testing::TestWithParam<Bad> {};
 
 TEST_P(BadGradients, IsRefusedByPlan) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_plan(call, TILEWISE_INVALID_ARGUMENT);
   expect_message(GetParam().message);
 }
 
 TEST_P(BadGradients, IsRefusedByBackward) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.backward(), call, GetParam().message);
 }
 
@@ -127,7 +127,7 @@ class BadGradientLaunch : public testing::TestWithParam<Bad> {};
 
 TEST_P(BadGradientLaunch, IsRefusedByBackwardAlone) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.backward(), call, GetParam().message);
   expect_plan(call, TILEWISE_OK);
 }

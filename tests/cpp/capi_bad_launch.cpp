@@ -15,13 +15,13 @@ void expect_refused(tilewise_status status, const Call& call, const char* messag
 
 TEST_P(BadLaunch, IsRefusedByForward) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.forward(), call, GetParam().message);
 }
 
 TEST_P(BadLaunch, IsRefusedByBackward) {
   Call call;
-  GetParam().spoil(call);
+  GetParam().corrupt(call);
   expect_refused(call.backward(), call, GetParam().message);
 }
 
@@ -29,7 +29,7 @@ TEST_P(BadLaunch, IsRefusedByBackward) {
 TEST_P(BadLaunch, IsNotSeenByPlan) {
   for (int32_t pass : {TILEWISE_PASS_FORWARD, TILEWISE_PASS_BACKWARD}) {
     Call call;
-    GetParam().spoil(call);
+    GetParam().corrupt(call);
     tilewise_plan_info info{};
     info.struct_size = sizeof(info);
     EXPECT_EQ(call.plan(pass, &info), TILEWISE_OK) << tilewise_last_error();

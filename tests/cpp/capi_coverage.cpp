@@ -37,8 +37,8 @@ void expect_covered(const std::string& name, const std::string& access,
   const std::vector<std::string> all = fields(name);
   EXPECT_GT(all.size(), 10u) << name;
   for (const std::string& field : all) {
-    const bool spoiled = std::regex_search(tests, std::regex(access + field + "\\b"));
-    EXPECT_TRUE(spoiled || free.count(field) == 1)
+    const bool corrupted = std::regex_search(tests, std::regex(access + field + "\\b"));
+    EXPECT_TRUE(corrupted || free.count(field) == 1)
         << name << "." << field << " has no bad-input test";
   }
 }

@@ -206,7 +206,7 @@ inline void expect_message(const std::string& expected) {
 template <class Target>
 struct BadInput {
   const char* name;
-  void (*spoil)(Target&);
+  void (*corrupt)(Target&);
   const char* message;
 };
 

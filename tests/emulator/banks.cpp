@@ -40,7 +40,7 @@ int64_t bank_conflicts(const std::vector<Access>& instruction) {
 
 // The first lane with accesses left determines the next instruction; lanes whose next access is
 // another instruction did not take part in it.
-int64_t AccessLog::settle() {
+int64_t AccessLog::take_conflicts() {
   std::array<size_t, 32> next{};
   int64_t conflicts = 0;
   std::vector<Access> instruction;

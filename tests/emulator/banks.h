@@ -1,5 +1,5 @@
-// Bank conflicts of ld.shared and st.shared. Lanes run one after another here, so their accesses
-// are logged and, when the warp meets, matched by the place in the kernel.
+// Bank conflicts of ld.shared and st.shared. The emulator runs lanes one after another, so their
+// accesses are logged and, at the next operation of the whole warp, matched by instruction.
 #pragma once
 
 #include <array>
@@ -26,8 +26,8 @@ class AccessLog {
     empty_ = false;
   }
   bool empty() const { return empty_; }
-  // Returns the conflicts of everything noted, and clears the log.
-  int64_t settle();
+  // Returns the number of conflicts between the logged accesses, and clears the log.
+  int64_t take_conflicts();
 
  private:
   std::array<std::vector<Access>, 32> lanes_;

@@ -202,9 +202,9 @@ void Block::run_block() {
   }
   thread_ = warp_order_[0] * kLanes;
   switch_context(host_, contexts_[thread_]);
-  for (int i = 0; i < warp_count_; ++i) settle_accesses(i);
+  for (int i = 0; i < warp_count_; ++i) count_conflicts(i);
   if (!failure_.empty()) return;
-  failure_ = left_undone();
+  failure_ = unfinished_work();
   if (failure_.empty()) return;
   failure_ +=
       text("\n  in block %lld of %lld\n  of ", static_cast<long long>(index_ * launch_->cluster),
@@ -213,7 +213,7 @@ void Block::run_block() {
 }
 
 // Describes what is wrong in a block whose threads have all exited; "" if nothing is.
-std::string Block::left_undone() const {
+std::string Block::unfinished_work() const {
   for (int rank = 0; rank < launch_->cluster; ++rank) {
     const BlockState& f = *states_[static_cast<size_t>(rank)];
     const int overrun = f.shared.first_overrun();
@@ -332,7 +332,7 @@ void Block::sync_block() {
   idle_polls_ = 0;
   ++statistics_.block_barriers;
   for (int i = first; i < first + warps; ++i) {
-    settle_accesses(i);
+    count_conflicts(i);
     warps_[i].at_barrier = 0;
     warps_[i].runnable = kAllLanes;
   }
@@ -363,7 +363,7 @@ void Block::end_cluster_barrier() {
   at_cluster_ = 0;
   idle_polls_ = 0;
   for (int i = 0; i < warp_count_; ++i) {
-    settle_accesses(i);
+    count_conflicts(i);
     warps_[i].runnable |= warps_[i].at_cluster;
     warps_[i].at_cluster = 0;
   }

@@ -1,5 +1,5 @@
-// The block, or the cluster of blocks, that runs on this host thread: its fibers and where they
-// meet.
+// The block, or the cluster of blocks, that runs on this host thread: its fibers, their scheduling
+// and their barriers.
 #pragma once
 
 #include <array>
@@ -46,7 +46,8 @@ enum class Collective : uint8_t {
   setmaxnreg_dec,
 };
 
-// A wait that other threads end one by one.
+// Why a thread waits for an event, after which other threads wake it alone and not its whole warp
+// or block.
 struct Wait {
   enum Kind : uint8_t { mbarrier, named_barrier, registers };
   Kind kind;
@@ -75,7 +76,7 @@ struct Warp {
   uint32_t at_barrier = 0;
   uint32_t at_cluster = 0;
   uint32_t waiting = 0;  // described by `waits_`
-  uint32_t polling = 0;  // lets the others run before it reads a flag again
+  uint32_t polling = 0;  // reading a flag in a loop: all other threads run first
   uint32_t exited = 0;
   Collective collective = Collective::none;
   uint32_t barrier_time = 0;          // time of the last barrier of the warp or the block
@@ -137,7 +138,7 @@ class Block {
     w.in_collective |= lane_bit();
     w.runnable &= ~lane_bit();
     if (w.in_collective != kAllLanes) return run_another();
-    settle_accesses(thread_ / kLanes);
+    count_conflicts(thread_ / kLanes);
     std::array<Call*, kLanes> calls;
     for (int i = 0; i < kLanes; ++i) calls[i] = static_cast<Call*>(w.calls[i]);
     perform(calls);
@@ -176,9 +177,9 @@ class Block {
 
  private:
   static void enter();
-  void settle_accesses(int warp) {
+  void count_conflicts(int warp) {
     AccessLog& log = logs_[static_cast<size_t>(warp)];
-    if (!log.empty()) statistics_.shared_conflicts += log.settle();
+    if (!log.empty()) statistics_.shared_conflicts += log.take_conflicts();
   }
   void run_block();
   void note_block_barrier(int rank);
@@ -209,7 +210,7 @@ class Block {
   std::string where(int thread) const;
   std::string waiting() const;
   std::string reason(const Wait& wait, int rank) const;
-  std::string left_undone() const;
+  std::string unfinished_work() const;
 
   const detail::Launch* launch_ = nullptr;
   Options options_;

@@ -27,8 +27,8 @@ class CountedWrite {
   CountedWrite(uint32_t to, uint32_t barrier, int bytes, const char* what)
       : target_(to), counted_(barrier), bytes_(bytes), other_(block().state_of(target_.rank)) {
     if (target_.rank != counted_.rank) {
-      fault(text("%s: bytes for block %d of the cluster, counted by block %d", what, target_.rank,
-                 counted_.rank));
+      fault(text("%s: the bytes go to block %d of the cluster, but the mbarrier is in block %d",
+                 what, target_.rank, counted_.rank));
     }
     other_.shared.start_async_write(target_.address, bytes, what, block().moment_at(target_.rank));
   }

@@ -1,7 +1,8 @@
 // The backward of one work item (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 //
 // Work item  A chunk of keys of one key/value head, and every query tile that sees the chunk.
-// Loops      Query tiles, then key tiles of kBackTileK keys, then panels of lanes.
+// Loops      Query tiles, then key tiles of kBackTileK keys, then panels: the S.panel lanes whose
+//            products one call of the matrix engine computes.
 // Layout     Query rows are the vector lanes, as in the forward, so S and dP are transposed.
 //
 //   S^T  = K Q^T        P^T  = exp(scale S^T - lse)
@@ -43,9 +44,9 @@ struct Backward : BackwardScratch {
   ScoreTile scores;
   const Dropout dropout;
   const bool general;
-  const double units_of_scale;  // 1 / scale: one natural unit in units of raw scores
+  const double inverse_scale;  // 1 / scale, which converts natural units to raw scores
   const bool want_dq;
-  bool same_form = true;  // all rows of the query tile use the plain form
+  bool all_plain = true;  // all rows of the query tile use the plain form
   const T** rows;
   int64_t nonfinite_k_count = 0;
   int64_t nonfinite_q_count = 0;
@@ -61,7 +62,7 @@ struct Backward : BackwardScratch {
         scores{BackwardScratch::scores, &p, score_of(p)},
         dropout(dropout_of(p)),
         general(is_general(p, scores.score)),
-        units_of_scale(1.0 / static_cast<double>(scores.score.scale)),
+        inverse_scale(1.0 / static_cast<double>(scores.score.scale)),
         want_dq(g.dq.data != nullptr || g.dscale != nullptr),
         rows(reinterpret_cast<const T**>(BackwardScratch::rows)) {}
 
@@ -107,14 +108,15 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
   }
 
-  // Prepares how the scores of one row become weights. `base` is lse in the units of S, as close as
-  // fp32 can represent it, so a difference from it is exact where it matters. Rows whose scores are
-  // huge were computed by the forward in the general form; they use natural units here as well.
+  // Prepares the constants with which the scores of one row become weights: exp2((s - base) c -
+  // rest). `base` is lse in the units of S, rounded to fp32, so that s - base is exact where it
+  // matters; `rest` makes up for the rounding. The forward computed rows with huge scores in
+  // natural units, so they use these here as well.
   TILEWISE_FN void load_row(int64_t lane, int64_t row, int64_t head) {
     const LogSum sum = log_sum_of(p, s, row, head);
     const bool is_huge = __builtin_fabsf(sum.lse) > kHugeScore && sum.lse != kMinusInfinity;
     const double unit = general || is_huge ? 1.0 : static_cast<double>(scores.score.scale);
-    const double units = general || is_huge ? 1.0 : units_of_scale;
+    const double units = general || is_huge ? 1.0 : inverse_scale;
     const float nearest = static_cast<float>(static_cast<double>(sum.lse) * units);
     const double left =
         static_cast<double>(sum.lse) - static_cast<double>(nearest) * unit + sum.low;
@@ -122,7 +124,7 @@ struct Backward : BackwardScratch {
     rest[lane] = left - left == 0.0 ? static_cast<float>(left * kLog2eExact) : 0.0f;
     c[lane] = static_cast<float>(unit * kLog2eExact);
     huge[lane] = is_huge && !general ? -1 : 0;
-    same_form = (lane == 0 || same_form) && !is_huge;
+    all_plain = (lane == 0 || all_plain) && !is_huge;
     dlse[lane] = g.dlse != nullptr ? g.dlse[dlse_index(g, s, row, head)] : 0.0f;
     single_key[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
   }
@@ -226,7 +228,7 @@ struct Backward : BackwardScratch {
       for (int64_t at = lane; at < lane + S.panel; at += W) {
         if (dropout.on())
           softmax_lanes<false, true>(at, keys, masked);
-        else if (general || masked || !same_form)
+        else if (general || masked || !all_plain)
           softmax_lanes<false>(at, keys, masked);
         else
           softmax_lanes<true>(at, keys, masked);

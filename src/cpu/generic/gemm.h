@@ -1,4 +1,4 @@
-// The matrix engine of the vector units: fp32 FMA, or bf16 pairs with vdpbf16ps.
+// Matrix products on the vector units, by fp32 FMA or by vdpbf16ps, which multiplies pairs of bf16.
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -6,8 +6,9 @@
 namespace tilewise::cpu {
 namespace {
 
-// Operands: units, with strides counted in units. `plane` is the distance to the low part of
-// operands that have two.
+// Operands consist of 32-bit units, each one fp32 number or a pair of bf16 numbers along the
+// contraction; strides count units. `plane` is the distance from the high to the low part of
+// operands that are stored in two parts.
 struct OperandA {
   const uint32_t* data;
   int64_t row;
@@ -80,8 +81,8 @@ TILEWISE_FN void vector_gemm(float* c, int64_t ldc, bool accumulate, OperandA a,
                              OperandB b, int64_t vectors, int64_t units) {
   static_assert(V <= 3);
   while (vectors > 0) {
-    // Even groups: four vectors are processed as 2 + 2, since in 3 + 1 the single one would wait
-    // for its loads.
+    // Four vectors are processed as 2 + 2 and not as 3 + 1, because a single vector has too few
+    // FMAs to hide its loads.
     const int64_t groups = ceil_div(vectors, V);
     const int64_t now = ceil_div(vectors, groups);
     const auto block = now == 1               ? &block_column<Op, R, 1, kChain>
