@@ -1,5 +1,6 @@
 // The GPUs that the library knows (CUDA C++ Programming Guide, "Compute Capabilities"). A GPU that
-// is not listed uses the row of the highest listed capability below its own.
+// is not listed uses the row of the highest listed capability below its own, or Limits{} if there
+// is none (sm_60 to sm_72, where only the simt family runs).
 #pragma once
 
 #include <array>

@@ -24,13 +24,13 @@ TILEWISE_FN int64_t combined_rows(const ForwardParams& p) {
                         : total_rows(p.problem) * p.problem.heads_q;
 }
 
-// One warp per row instead of one CTA: 16 thousand CTAs take 50 us. (H200, 4 heads and 2k causal
-// rows: 57 -> 37 us; but 1024 rows in all: 38 -> 40 us.)
+// Whether one warp instead of one CTA combines a row: 16 thousand CTAs would take 50 us. (H200, 4
+// heads and 2k causal rows: 57 -> 37 us; but 1024 rows in all: 38 -> 40 us.)
 inline bool combines_by_warps(const ForwardParams& p) {
   if (p.stream_k.any()) return true;
-  constexpr int64_t kMany = 2048;
-  constexpr int32_t kFew = 32;  // a lane holds the weight of one split
-  return !p.chunks.any() && p.order.splits <= kFew && combined_rows(p) >= kMany &&
+  constexpr int64_t kMinRows = 2048;
+  constexpr int32_t kMaxSplits = 32;  // a lane holds the weight of one split
+  return !p.chunks.any() && p.order.splits <= kMaxSplits && combined_rows(p) >= kMinRows &&
          p.problem.head_dim_v % 4 == 0;
 }
 
@@ -40,11 +40,11 @@ inline bool combines_by_warps(const ForwardParams& p) {
 // 11.0 -> 13.5.) The number of groups changes the order of sums of more than 32 splits, so it must
 // not depend on the batch when batch_invariant is set.
 TILEWISE_FN int32_t combine_groups(const ForwardParams& p) {
-  constexpr int32_t kSplitsOfGroup = 32;
-  const int32_t most =
+  constexpr int32_t kSplitsPerGroup = 32;
+  const int32_t max_splits =
       p.chunks.any() ? p.chunks.max_chunks - p.order.sequences + 1 : int32_t{p.order.splits};
   const bool few = p.problem.batch_invariant == 0 && combined_rows(p) <= kMaxRowsWithGroups;
-  return few && most > kSplitsOfGroup ? kCombineGroups : 1;
+  return few && max_splits > kSplitsPerGroup ? kCombineGroups : 1;
 }
 
 inline int64_t combine_blocks(const ForwardParams& p) {

@@ -18,8 +18,8 @@ TILEWISE_DEVICE bool is_lost_lse(float lse) { return ptx::bits_of(lse) == 0x7fc0
 // (fp32).
 template <class Element>
 TILEWISE_DEVICE bool combine_is_inexact(float lse) {
-  constexpr float kMost = Element::kBytes == 2 ? 0x1p11f : 0x1p8f;
-  return lse != kMinusInfinity && !(__builtin_fabsf(lse) <= kMost);
+  constexpr float kMaxLse = Element::kBytes == 2 ? 0x1p11f : 0x1p8f;
+  return lse != kMinusInfinity && !(__builtin_fabsf(lse) <= kMaxLse);
 }
 
 // Computed by a warp. Outputs are summed in kChains sums, each over every kChains-th split, which

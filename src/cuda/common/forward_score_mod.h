@@ -78,8 +78,8 @@ struct DropoutRows {
   }
 };
 
-// The dropout bits of a tile of weights, as the lanes of a quad have drawn them: bit 1 keeps a
-// weight.
+// The dropout bits of a tile of weights, as the lanes of a quad have drawn them. A weight is kept
+// if its bit is 1.
 template <int kRows, int kColumns>
 struct KeptBits {
   static constexpr int kSteps = kColumns / 2;      // blocks of 16 keys per row
@@ -110,8 +110,9 @@ struct KeptBits {
   }
 
  private:
-  // visit(m, step, h, half, drawn, byte): bits `column` and column + 1 of byte `byte` of `drawn`
-  // decide on the two keys that the lane holds in half `half` of the 16 keys of the step.
+  // Calls visit(m, step, h, half, drawn, byte) for each half, 8 keys, of the 16 keys of each step
+  // in row (m, h). Bits `column` and column + 1 of byte `byte` of `drawn` decide on the lane's two
+  // keys.
   template <class Visit>
   TILEWISE_DEVICE void each(const Visit& visit) const {
 #pragma unroll
@@ -132,7 +133,7 @@ struct KeptBits {
   }
 };
 
-// Storage: the type of q, which a bias may also have.
+// Storage is the type of q; a bias has this type or is fp32.
 template <class Storage>
 struct ForwardScoreMod {
   using Math = std::conditional_t<sizeof(Storage) == 2, HalfMath, DeviceMath>;

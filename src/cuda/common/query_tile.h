@@ -28,8 +28,8 @@ TILEWISE_DEVICE int32_t uniform(int32_t x) {
 // lane's registers. Uniform instructions that depend on each other have a longer latency, and they
 // need extra moves to predicates and addresses.
 TILEWISE_DEVICE int32_t per_lane(int32_t x) {
-  constexpr int kMostThreads = 1024;  // per CTA: 0 is added
-  return x + static_cast<int32_t>(ptx::thread_index()) / kMostThreads;
+  constexpr int kMaxThreads = 1024;  // per CTA, so that 0 is added to x
+  return x + static_cast<int32_t>(ptx::thread_index()) / kMaxThreads;
 }
 
 // The packed rows of a tile (Packing, attention/schedule.h), counted from its first one: packed row

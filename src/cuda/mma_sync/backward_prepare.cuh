@@ -45,7 +45,7 @@ struct RowBlock {
       r.batch = static_cast<int32_t>(pair % sequences);
     } else {
       const auto tiles = static_cast<uint32_t>(kPadded.count(problem) / kPadded.tile);
-      const PaddedRows::Place place = kPadded.locate(problem, block % tiles);
+      const PaddedRows::TileStart place = kPadded.locate(problem, block % tiles);
       r.head = static_cast<int32_t>(block / tiles);
       r.batch = static_cast<int32_t>(place.batch);
       r.row0 = static_cast<int32_t>(place.row0);

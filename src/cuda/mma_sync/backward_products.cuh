@@ -8,9 +8,9 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// For fp32, tensor cores sum groups of steps. Several groups are in flight, since products into one
-// accumulator wait for each other: kMaxInFlight of kSums accumulators each. Other elements have one
-// group.
+// For fp32, tensor cores sum groups of tile::kStepsInCore steps. Several groups or columns are in
+// flight, since products into one accumulator wait for each other: kMaxInFlight of them if each has
+// kSums accumulators. Other elements have one group.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
 template <class Element, int kSums>
@@ -36,7 +36,7 @@ class RowProduct {
   template <class Between>
   TILEWISE_DEVICE void add(Sums& d, ptx::SharedAddress a, ptx::SharedAddress b,
                            Between&& between) const {
-    // Operands of b: 16 queries each, or the same 8 for two steps.
+    // A fragment of b holds 16 queries at one step, or 8 queries at two steps (kStepPairs).
     constexpr int kColumns = max(1, Plan::kWarpQueries / 16);
     constexpr int kColumnsAtOnce = min(kColumns, kMaxInFlight<Element, 4>);
     constexpr int kGroups = kMaxInFlight<Element, 4 * kColumnsAtOnce>;
@@ -44,10 +44,10 @@ class RowProduct {
     static_assert(kSteps % (kGroups * kInCore) == 0 && kColumns % kColumnsAtOnce == 0);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroups * kInCore) {
-      Sums parts[kGroups];
+      Sums partials[kGroups];
       tile::Fragment<Element> columns[kGroups][kColumnsAtOnce];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) parts[g].fill(0.0f);
+      for (int g = 0; g < kGroups; ++g) partials[g].fill(0.0f);
 #pragma unroll
       for (int i = 0; i < kInCore; ++i) {
         tile::Fragment<Element> rows[kGroups][2];
@@ -70,12 +70,13 @@ class RowProduct {
                 columns[g][c] = tile::load<Element>(b + b_.at(0, step / 2));
             }
           }
-          // Terms are the outermost loop: those of one accumulator wait for each other.
+          // The loop over terms is outermost, since the terms of one accumulator wait for each
+          // other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
-              Sums& sums = first + g == 0 ? d : parts[g];
+              Sums& sums = first + g == 0 ? d : partials[g];
 #pragma unroll
               for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -91,12 +92,12 @@ class RowProduct {
         for (int g = 0; g < kGroups; ++g) between(first + g * kInCore + i);
       }
 #pragma unroll
-      for (int g = first == 0 ? 1 : 0; g < kGroups; ++g) d.add(parts[g], 0);
+      for (int g = first == 0 ? 1 : 0; g < kGroups; ++g) d.add(partials[g], 0);
     }
   }
 
  private:
-  template <bool kIsWide, int = 0>
+  template <bool kPairs, int = 0>
   struct Choose {
     using Type = tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first>;
   };
@@ -109,8 +110,8 @@ class RowProduct {
   typename Choose<kStepPairs>::Type b_;
 };
 
-// d += a b for kSteps steps of kStep queries: 32 keys of P^T or dS^T, and the rows of dO or Q from
-// `row` on.
+// d += a b for kSteps steps of kStep queries: a holds 32 keys of P^T or dS^T, b the rows of dO or Q
+// from `row` on.
 template <class C, int kSteps>
 TILEWISE_DEVICE void add_steps(
     tile::Sums<2, BackwardPlan<C>::kColumns / 8>& d,
@@ -120,13 +121,13 @@ TILEWISE_DEVICE void add_steps(
   using Element = typename C::Element;
   using Arch = typename C::Arch;
   constexpr bool kInPlace = kOneGroup<Element>;
-  constexpr int kAll = BackwardPlan<C>::kColumns / 16;
-  constexpr int kColumnsAtOnce = min(kAll, kMaxInFlight<Element, 4>);
-  static_assert(kAll % kColumnsAtOnce == 0);
+  constexpr int kColumnTiles = BackwardPlan<C>::kColumns / 16;
+  constexpr int kColumnsAtOnce = min(kColumnTiles, kMaxInFlight<Element, 4>);
+  static_assert(kColumnTiles % kColumnsAtOnce == 0);
 #pragma unroll
-  for (int j = 0; j < kAll; j += kColumnsAtOnce) {
-    tile::Sums<2, 2 * kColumnsAtOnce> part;
-    if (!kInPlace) part.fill(0.0f);
+  for (int j = 0; j < kColumnTiles; j += kColumnsAtOnce) {
+    tile::Sums<2, 2 * kColumnsAtOnce> partial;
+    if (!kInPlace) partial.fill(0.0f);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       tile::Fragment<Element> columns[kColumnsAtOnce];
@@ -139,13 +140,13 @@ TILEWISE_DEVICE void add_steps(
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
           for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
-            float (&sum)[4] = kInPlace ? d.x[m][2 * j + n] : part.x[m][n];
+            float (&sum)[4] = kInPlace ? d.x[m][2 * j + n] : partial.x[m][n];
             tile::multiply_term<Arch>(sum, a[k][m], columns[n / 2], n % 2, term);
           }
         }
       }
     }
-    if (!kInPlace) d.add(part, 2 * j);
+    if (!kInPlace) d.add(partial, 2 * j);
   }
 }
 
@@ -168,20 +169,20 @@ class DqProduct {
     const auto k_offsets = k_.opaque();
     constexpr int kSteps = Plan::kKeys / Plan::kStep;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : min(kSteps, tile::kStepsInCore<Element>);
-    constexpr int kAll = Plan::kDqColumns / 16;
-    constexpr int kColumnsAtOnce = std::gcd(kAll, kMaxInFlight<Element, 2 * kRows>);
+    constexpr int kColumnTiles = Plan::kDqColumns / 16;
+    constexpr int kColumnsAtOnce = std::gcd(kColumnTiles, kMaxInFlight<Element, 2 * kRows>);
     static_assert(kSteps % kInCore == 0);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kInCore) {
-      Sums part;
-      part.fill(0.0f);
+      Sums partial;
+      partial.fill(0.0f);
 #pragma unroll
       for (int step = first; step < first + kInCore; ++step) {
         tile::Fragment<Element> rows[kRows];
 #pragma unroll
         for (int m = 0; m < kRows; ++m) rows[m] = ds_offsets.load(ds, step * Plan::kStep, m);
 #pragma unroll
-        for (int j = 0; j < kAll; j += kColumnsAtOnce) {
+        for (int j = 0; j < kColumnTiles; j += kColumnsAtOnce) {
           tile::Fragment<Element> columns[kColumnsAtOnce];
 #pragma unroll
           for (int c = 0; c < kColumnsAtOnce; ++c)
@@ -192,14 +193,14 @@ class DqProduct {
             for (int m = 0; m < kRows; ++m) {
 #pragma unroll
               for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
-                tile::multiply_term<typename C::Arch>((first == 0 ? dq : part).x[m][2 * j + n],
+                tile::multiply_term<typename C::Arch>((first == 0 ? dq : partial).x[m][2 * j + n],
                                                       rows[m], columns[n / 2], n % 2, term);
               }
             }
           }
         }
       }
-      if (first != 0) dq.add(part, 0);
+      if (first != 0) dq.add(partial, 0);
     }
   }
 

@@ -118,7 +118,8 @@ struct Products {
                       k_lanes.address(k, 16 * (j + i % kKeysAtOnce),
                                       step / kPerLoad + i / kKeysAtOnce * kInCore));
           }
-          // Terms are the outermost loop: those of one accumulator wait for each other.
+          // The loop over terms is outermost, since the terms of one accumulator wait for each
+          // other.
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
@@ -199,10 +200,10 @@ struct Products {
 
  private:
   // Load `i` of a step; loads are ordered by group, then by keys.
-  template <int kFragments, int kAtOnceOfKeys>
-  TILEWISE_DEVICE static void load_keys(tile::Fragment<Element> (&b)[kFragments][kAtOnceOfKeys],
-                                        int i, ptx::SharedAddress address) {
-    tile::Fragment<Element>& first = b[i / kAtOnceOfKeys][i % kAtOnceOfKeys];
+  template <int kFragments, int kKeyGroups>
+  TILEWISE_DEVICE static void load_keys(tile::Fragment<Element> (&b)[kFragments][kKeyGroups], int i,
+                                        ptx::SharedAddress address) {
+    tile::Fragment<Element>& first = b[i / kKeyGroups][i % kKeyGroups];
     if constexpr (C::kFloat8) {
       tile::load_float8<C::kConverts>(first, b[1][0], address);
     } else if constexpr (C::kTf32SplitOnLoad) {

@@ -1,4 +1,4 @@
-// Recomputes the rows whose scores are too large for the softmax of the loop (`is_lost`).
+// Recomputes the rows whose scores are too large for the softmax of the main loop (`is_lost`).
 #pragma once
 
 #include "cuda/common/exact_row.h"
@@ -7,7 +7,7 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Marks the rows of a warp whose m and l do not determine their result: they get `lost_lse`.
+// Marks the rows of a warp whose m and l do not determine their result, by the lse `lost_lse`.
 template <class C>
 TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile,
                                             const LanePosition& position,
@@ -40,7 +40,7 @@ TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, in
   }
 }
 
-// Recomputes the marked rows after the others have been stored.
+// Recomputes the marked rows. Called after all rows have been stored, since it overwrites them.
 template <class C>
 TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
                                     const LanePosition& position,

@@ -103,8 +103,9 @@ TILEWISE_DEVICE void wgmma_wait_group() {
 #define TILEWISE_SUM(x) "+f"(x)
 #define TILEWISE_RESULT(x) "=f"(x)
 
-// One shape: r sums per thread, then the names x0 to x6 of the operands that follow them. Predicate
-// p is scale-d: false for `start`, true for `add`, both from a constant, so that ptxas knows it.
+// The instruction for N = n, with r sums per thread. x0 to x6 are the asm names of the operands
+// that follow the sums. Predicate p is scale-d: from a constant that ptxas sees (0 in `start` and
+// `restart`, 1 in `add`), or from a register (`add_if`).
 #define TILEWISE_WGMMA_SHAPE(n, r, type, how, accumulate, a_names, a_operands, flags, b_name, b, \
                              ...)                                                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate                                    \

@@ -60,7 +60,7 @@ struct OwnRows {
   TILEWISE_DEVICE static OwnRows of(const BackwardParams& params, int64_t block) {
     const Problem& p = params.problem;
     const int64_t tiles = params.rows.count(p) / params.rows.tile;
-    const PaddedRows::Place tile = params.rows.locate(p, block % tiles);
+    const PaddedRows::TileStart tile = params.rows.locate(p, block % tiles);
     if (tile.batch < 0) return {0, {0, 0}};
     load_sequence(p, tile.batch);
     const int64_t used = shared().sequence.band.rows;

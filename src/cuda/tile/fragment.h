@@ -174,13 +174,13 @@ struct Sums {
   // As one array, for wgmma.
   TILEWISE_DEVICE float (&flat()) [kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
 
-  // Adds `other` to the columns from 8-column tile `column` on.
-  template <int kFewer>
-  TILEWISE_DEVICE void add(const Sums<kRows, kFewer>& other, int column) {
+  // Adds `other`, of kOtherColumns x 8 columns, to the columns from 8 * column on.
+  template <int kOtherColumns>
+  TILEWISE_DEVICE void add(const Sums<kRows, kOtherColumns>& other, int column) {
 #pragma unroll
     for (int m = 0; m < kRows; ++m)
 #pragma unroll
-      for (int n = 0; n < kFewer; ++n)
+      for (int n = 0; n < kOtherColumns; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[m][column + n][e] += other.x[m][n][e];
   }

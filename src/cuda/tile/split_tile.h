@@ -6,8 +6,8 @@
 
 namespace tilewise::cuda::tile {
 
-// A B that is stored [n][k]: a tile of the high parts and, `low` bytes after it, a tile of the low
-// parts.
+// Loads of and stores to a B that is stored [n][k] as two tiles: the high parts and, `low` bytes
+// after them, the low parts.
 TILEWISE_DEVICE Fragment<F32> load_split(ptx::SharedAddress address, uint32_t low) {
   Fragment<F32> f;
   ptx::ldmatrix_x4(f.r, address);
@@ -30,14 +30,14 @@ class PairTile {
   static_assert(kColumns % 32 == 0);
   static constexpr int kPairBytes = kColumns * 16;
 
-  // Lane (g, t) reads column g of pair t. The eight lanes that access memory together, two g and
-  // all t, must not share banks, nor must eight lanes that store adjacent chunks of four columns:
-  // `unit` permutes the columns for both.
+  // With g = lane / 4 and t = lane % 4, a lane reads column g of pair t. The eight lanes that
+  // access memory together, two g and all t, must not share banks, nor must eight lanes that store
+  // adjacent chunks of four columns: `unit` permutes the columns for both.
   TILEWISE_DEVICE explicit PairTile(int lane)
       : base_(static_cast<uint32_t>(lane % 4 * kPairBytes) + unit(lane % 4, lane / 4)) {}
 
-  // Loads kStep rows from `row` (a multiple of 8) x 16 columns from 16 * `step` of the tile at
-  // `tile`, a multiple of 128.
+  // Loads kStep rows from `row` on, a multiple of 8, and 16 columns from 16 * `step` on. The tile
+  // starts at address `tile`, a multiple of 128.
   TILEWISE_DEVICE Fragment<F32> load_whole(ptx::SharedAddress tile, int row, int step) const {
     Fragment<F32> f;
 #pragma unroll

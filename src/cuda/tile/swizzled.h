@@ -20,7 +20,7 @@ constexpr int panel_columns(int head_dim) {
 }
 
 // The matrix descriptor of a wgmma operand: address, leading and stride byte offset in units of 16
-// bytes, and the 128-byte swizzle. Adding bytes >> 4 moves its start.
+// bytes, and the 128-byte swizzle. Adding bytes >> 4 to a descriptor moves its start by `bytes`.
 struct Operand {
   static constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 
@@ -53,7 +53,9 @@ struct SwizzledTile {
   }
 
   // The operand whose k index is the column (K-major), and whose m or n index is the row from row0
-  // on, a multiple of 8. Product k takes columns 16 k to 16 k + 15.
+  // on, a multiple of 8. Product k takes columns 16 k to 16 k + 15: its descriptor is
+  // by_columns(row0)
+  // + column_step(k).
   TILEWISE_FN uint64_t by_columns(int row0 = 0) const {
     return Operand::make(from_row(row0).base, 16, 1024);
   }
@@ -62,7 +64,8 @@ struct SwizzledTile {
   }
 
   // The operand whose k index is the row (transposed: kTransA or kTransB), and whose m or n index
-  // is the column from panel `panel` on. Product k takes rows 16 k to 16 k + 15.
+  // is the column from panel `panel` on. Product k takes rows 16 k to 16 k + 15: its descriptor is
+  // by_rows(panel) + row_step(k).
   TILEWISE_FN uint64_t by_rows(int panel = 0) const {
     return Operand::make(base + static_cast<uint32_t>(panel) * kPanelBytes, kPanelBytes, 1024);
   }
