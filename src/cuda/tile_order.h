@@ -31,7 +31,7 @@ struct TileOrder {
   Divisor splits = 1;           // of a tile; they are neighbours in the grid
   Divisor head_group = 1;       // batch heads whose tiles are interleaved; not a GQA group
   Divisor last_head_group = 1;  // batch heads of the last group
-  int32_t longest_first = 0;    // 0: tiles do not differ; 1: the last is longest; 2: the first
+  int32_t longest_first = 0;    // 0: tiles are equally long; 1: the last is longest; 2: the first
   // The first `paired_tiles` tiles of the order are taken in pairs. They are in the order last
   // tile, first, last but one, second, ... of a head, reversed for every other head, so that all
   // pairs are equally long if tile lengths grow linearly.
@@ -48,10 +48,10 @@ struct TileOrder {
 
   // For dense batches whose tile lengths grow linearly, and a persistent grid of `ctas` CTAs that
   // take pairs wave by wave, every other wave in reverse. Pairs fill as many whole waves as
-  // possible; the remaining heads follow as one interleaved group, longest tiles first. 1 % slower
-  // on average than dynamic scheduling, but it needs no counter and no kernel that zeroes it. The
-  // last wave of pairs joins the group if it would be less than half full or if heads have many
-  // tiles.
+  // possible; the remaining heads follow as one interleaved group, longest tiles first. This
+  // is 1 % slower on average than dynamic scheduling, but it needs no counter and no kernel that
+  // zeroes one. The last wave of pairs joins the group if it would be less than half full or if
+  // heads have many tiles.
   void pair_tiles_for_waves(int32_t ctas) {
     constexpr int32_t kShort = 8;
     const int64_t batch_heads = int64_t{heads} * sequences;

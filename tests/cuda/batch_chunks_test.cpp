@@ -23,8 +23,8 @@ struct Batch {
   std::vector<int32_t> lengths, paddings, keys;
   ForwardParams p{};
 
-  Batch(int64_t batch, int64_t longest, int32_t most) {
-    cuda_test::Random random{std::mt19937(static_cast<uint32_t>(batch + most))};
+  Batch(int64_t batch, int64_t longest, int32_t max_chunks) {
+    cuda_test::Random random{std::mt19937(static_cast<uint32_t>(batch + max_chunks))};
     for (int64_t i = 0; i < batch; ++i) {
       lengths.push_back(static_cast<int32_t>(random.rarely() ? 0 : random.between(0, longest)));
       paddings.push_back(static_cast<int32_t>(random.between(0, 100)));
@@ -35,9 +35,10 @@ struct Batch {
     p.problem.batch = batch;
     p.problem.seqused_k = lengths.data();
     if (padded) p.problem.leftpad_k = paddings.data();
-    p.chunks = {most, 1, 64};
+    p.chunks = {max_chunks, 1, 64};
   }
 
+  // Computed sequentially.
   int32_t chunk_size() const {
     const auto count = [&](int32_t size) {
       int32_t sum = 0;
@@ -54,12 +55,12 @@ struct Batch {
   }
 };
 
-// First come the first chunks of all sequences, then the other chunks; there may be fewer than
-// CTAs.
+// First come the first chunks of all sequences, then the other chunks. CTAs with larger numbers
+// find no chunk.
 TEST(BatchChunks, EveryWarpFindsTheChunksOfAllLengths) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
-    for (const int32_t most : {batch, batch + 2, 4 * batch}) {
-      const Batch b(batch, 100000, most);
+    for (const int32_t max_chunks : {batch, batch + 2, 4 * batch}) {
+      const Batch b(batch, 100000, max_chunks);
       const int32_t chunk_size = b.chunk_size();
       tilewise::cuda::emulator::run_grid(1, 64, 0, [&] {
         BatchChunks chunks(b.p);

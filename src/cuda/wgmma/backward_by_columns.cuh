@@ -1,5 +1,5 @@
-// The consumer warpgroups of the backward with head dims above 128: each has some of the columns of
-// the head. A step (one query tile) of the two warpgroups, with the barriers between them:
+// The consumer warpgroups of the backward kernel for head dims above 128. Each has some of the
+// columns of the head. In a step (one query tile) the named barriers order the two warpgroups:
 //
 //   warpgroup 0                            warpgroup 1
 //   S = Q K^T
@@ -12,7 +12,7 @@
 //   ---------------------------------------- kDsStored (1 -> 0)
 //   dQ = dS K to dq_sum, dK += dS Q        dQ = dS K to dq_sum, dK += dS Q
 //
-//   descriptor_full, k_full, v_full        mbarriers; from the producer warp, once
+//   descriptor_full, k_full, v_full        mbarriers; the producer warp fills each once
 //   q_full, q_empty; dout_full, dout_empty mbarriers; Q and lse, dO and delta of a stage
 //   peer_ds_full, peer_ds_empty            mbarriers; dS between the CTAs of a cluster
 //   kPRead                                 (1 -> 0) in a cluster, P may be overwritten
@@ -41,7 +41,7 @@
 
 namespace tilewise::cuda::wgmma {
 
-// The state of a consumer warpgroup, and what its steps have in common.
+// The state of a consumer warpgroup, and the parts of its steps.
 template <class C, int kWarpgroup>
 struct ColumnConsumer {
   using Plan = BackwardPlan<C>;
@@ -71,7 +71,7 @@ struct ColumnConsumer {
     if (reads_statistics || is_elected()) ptx::mbarrier_arrive(empty);
   }
 
-  // dq and dk of a step over the keys of this CTA. The last dk product is in flight when it
+  // Adds dq and dk of a step, over the keys of this CTA. The last dk product is in flight when it
   // returns.
   TILEWISE_DEVICE void add_dq_dk(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
                                  int stage) const {
@@ -95,7 +95,7 @@ struct ColumnConsumer {
     reduction.release(walk);
   }
 
-  // Sends dS to the other CTA, before any other product is queued.
+  // Sends dS to the other CTA. A step calls it before it issues its next product.
   TILEWISE_DEVICE void send_ds() const {
     ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
     if (ptx::thread_index() % ptx::kWarpgroupSize != 0) return;
@@ -105,7 +105,8 @@ struct ColumnConsumer {
                                kBytes, ptx::map_to_rank(barriers.peer_ds_full(), peer));
   }
 
-  // The same over the keys of both CTAs: half of the columns of dq, twice the keys.
+  // In a cluster: adds dk of a step over the keys of this CTA, and half of the columns of dq over
+  // the keys of both CTAs.
   TILEWISE_DEVICE void add_dq_dk_in_cluster(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
                                             int stage, bool last) const {
     float dq[32];
@@ -147,7 +148,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
     const int parity = step >> 1 & 1;
     float s[Plan::kKeys / 2];
 
-    // Warpgroup 0 issues first, because both wait for p.
+    // Warpgroup 0 issues first, because both wait for P, which it computes.
     if constexpr (kWarpgroup == 0)
       ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     else
@@ -191,10 +192,11 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
     walk.advance(Plan::kQueries);
   }
   ptx::wgmma_wait_group<0>();
-  sums.keep();
+  sums.fence();
 }
 
-// Called by both warpgroups before their code differs: waits for the descriptor and its keys.
+// Called by both warpgroups before their code differs: waits for the descriptor and prepares
+// its keys.
 template <class C>
 TILEWISE_DEVICE void begin_by_columns(const TmaBackwardParams& p, ptx::SharedAddress shared) {
   ptx::griddepcontrol_wait();  // for the zeros in dq_sum

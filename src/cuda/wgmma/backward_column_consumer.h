@@ -29,7 +29,7 @@ struct ColumnSums {
       for (float& y : x) y = 0.0f;
     });
   }
-  TILEWISE_DEVICE void keep() {
+  TILEWISE_DEVICE void fence() {
     each([](auto& x) { ptx::fence_register(x); });
   }
   TILEWISE_DEVICE bool finite() {
@@ -129,8 +129,8 @@ class ColumnProducts {
     add_dq(dq, 0, stage);
     ptx::wgmma_commit_group();
   }
-  // In a cluster: dQ over the keys of this CTA, then over those of the other CTA, whose dS has to
-  // be here.
+  // In a cluster: dQ over the keys of this CTA, then over those of the other CTA, whose dS must
+  // have arrived here.
   TILEWISE_DEVICE void start_own_dq(float (&dq)[32]) const {
     ptx::wgmma_fence();
     Wgmma<64>::template start<true, true>(dq, k_, ds_keys_);
@@ -144,8 +144,8 @@ class ColumnProducts {
                                           peer_ds_ + ScoreTile::row_step(k));
     ptx::wgmma_commit_group();
   }
-  // The second panel, in the same registers. If it were a product that starts anew, ptxas would
-  // compute it beside the first one and spill.
+  // dQ^T of the second panel, in the same registers. If this were a product that starts anew, ptxas
+  // would compute it beside the first one and spill.
   TILEWISE_DEVICE void restart_dq(float (&dq)[32], int stage) const {
     ptx::wgmma_fence();
     Wgmma<64>::template restart<true, true>(dq, k_ + panel_step<typename Plan::KTile>(1),
@@ -155,7 +155,7 @@ class ColumnProducts {
   }
 
  private:
-  // All steps except the first one.
+  // Adds the products of all but the first 16 keys.
   TILEWISE_DEVICE void add_dq(float (&dq)[32], int i, int stage) const {
     using KTile = typename Plan::KTile;
     const uint64_t ds = ds_keys_ + score_step(stage);
@@ -204,7 +204,8 @@ class DqReduction {
     }
   }
 
-  // Deterministic: key tiles add in semaphore order, and every warp of the cluster counts.
+  // For deterministic sums: key tiles add in semaphore order, and every warp of the cluster
+  // releases the semaphore once.
   TILEWISE_DEVICE void acquire(const RowWalk& walk) const {
     if (semaphores_ == nullptr) return;
     const int32_t mine = ptx::uniform(kWarps * order_.at(walk.row));
@@ -243,7 +244,8 @@ TILEWISE_DEVICE void write_columns(const float (&sums)[BackwardPlan<C>::kKeys / 
   }
 }
 
-// Stores panels of dK or dV from there to memory, by a warpgroup. `offset`: of the first key.
+// Stores panels of dK or dV from shared to global memory; called by a warpgroup. `offset`: of the
+// first key.
 template <class C, class Tile>
 TILEWISE_DEVICE void store_panels(const Tile& from, const tilewise_tensor& view, int64_t offset,
                                   int keys, int first, int count, int64_t columns) {

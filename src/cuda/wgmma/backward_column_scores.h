@@ -148,7 +148,7 @@ class ColumnScores {
       return ptx::cvt_f32_f16(pair >> 16);
   }
 
-  // The same with options: stores P, and P times d score / d (scale S) where dS will be. It takes
+  // store_p with options: stores P, and P times d score / d (scale S) where dS will be. It takes
   // 16 keys at a time, so that the derivatives need few registers.
   TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
@@ -204,7 +204,8 @@ class ColumnScores {
     ptx::stmatrix_x4_trans(to, r);
   }
 
-  // Value i of a chunk: row 8 (i / 2 % 2) after the first, key `key` + 8 (i / 4) + 2 t + i % 2.
+  // Value i of a chunk belongs to the thread's query (i / 2) % 2 and to the key
+  // `key` + 8 (i / 4) + 2 t + i % 2.
   TILEWISE_DEVICE static void add_alibi(float (&x)[8], const RowScoreMod& row, int32_t key) {
     const int32_t distance = row.diagonal - key - ptx::lane_index() % 4 * 2;
 #pragma unroll
@@ -218,13 +219,13 @@ class ColumnScores {
   template <class T>
   TILEWISE_DEVICE void add_bias(float (&x)[8], const Problem& p, const RowScoreMod& score_mod,
                                 int32_t row, int32_t key) const {
-    const int32_t own = key + ptx::lane_index() % 4 * 2;
-    const T* bias = static_cast<const T*>(p.bias) + score_mod.bias + own;
+    const int32_t first_key = key + ptx::lane_index() % 4 * 2;
+    const T* bias = static_cast<const T*>(p.bias) + score_mod.bias + first_key;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int to_row = i / 2 % 2 * 8;
       const int to_key = i / 4 * 8 + i % 2;
-      if (row + to_row < work_tile_.rows && own + to_key < work_tile_.keys)
+      if (row + to_row < work_tile_.rows && first_key + to_key < work_tile_.keys)
         x[i] += to_float(bias[to_row * p.bias_stride_row + to_key]);
     }
   }
