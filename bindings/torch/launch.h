@@ -1,5 +1,5 @@
-// From a filled C struct to a call on the device of the tensors, on torch's threads or torch's
-// stream.
+// What a call of the C library takes from torch: threads or the stream, the current device, and
+// workspace.
 #ifndef TILEWISE_BINDINGS_TORCH_LAUNCH_H
 #define TILEWISE_BINDINGS_TORCH_LAUNCH_H
 
@@ -9,7 +9,8 @@
 
 namespace tilewise::torch_binding {
 
-// The hook of the C ABI over torch's own threads; torch.set_num_threads sets their number.
+// The parallel_for hook of the C ABI on torch's own threads; torch.set_num_threads sets their
+// number.
 tilewise_parallel torch_threads();
 
 // Makes the device of the tensors current for a scope and provides its current stream. It does
@@ -24,7 +25,7 @@ class DeviceScope {
   void* stream_ = nullptr;
 };
 
-// Throws with the sentence of tilewise_last_error unless the status is TILEWISE_OK.
+// Throws an exception with the message of tilewise_last_error unless the status is TILEWISE_OK.
 void check_status(tilewise_status status);
 
 // Workspace from torch's allocator, which tracks the stream that uses it. It is at least 64-byte

@@ -26,14 +26,14 @@ struct KvSource {
     return {(first + keys.begin) / page_size, (first + keys.end - 1) / page_size + 1};
   }
 
-  // Offset in elements of key j in `view`, head and column 0.
+  // Offset in elements of head 0 and column 0 of key j in `view`.
   TILEWISE_FN int64_t offset(const tilewise_tensor& view, int64_t j) const {
     const int64_t row = first + j;
     if (pages == nullptr) return batch_index * view.stride_batch + row * view.stride_row;
     return page(row / page_size) * view.stride_batch + (row % page_size) * view.stride_row;
   }
 
-  // The same for fewer than 2^31 rows: a GPU divides 64-bit numbers in a function call.
+  // The same for fewer than 2^31 rows. On a GPU a 64-bit division is a slow function call.
   TILEWISE_FN int64_t offset_32(const tilewise_tensor& view, int32_t j) const {
     if (pages == nullptr) return offset(view, j);
     const auto row = static_cast<uint32_t>(first + j);
@@ -48,7 +48,7 @@ struct KvSource {
   }
 
   // The same keys in a tensor with one row per key of each sequence, as the gradients of a paged
-  // cache.
+  // cache have.
   TILEWISE_FN KvSource dense(int64_t batch) const { return {nullptr, 0, batch, first}; }
 };
 

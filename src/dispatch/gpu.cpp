@@ -9,7 +9,7 @@
 namespace tilewise::dispatch {
 namespace {
 
-constexpr const char* kForce = "TILEWISE_FORCE_ARCH";
+constexpr const char* kForceVariable = "TILEWISE_FORCE_ARCH";
 constexpr int32_t kNoTable = -1;  // the variable does not name a table
 
 bool is_table(int32_t number) {
@@ -28,7 +28,7 @@ std::string tables() {
 // The table that TILEWISE_FORCE_ARCH names; 0: it is not set.
 int32_t forced_table() {
   static const int32_t forced = [] {
-    const char* text = std::getenv(kForce);
+    const char* text = std::getenv(kForceVariable);
     if (text == nullptr || *text == '\0') return 0;
     char* end = nullptr;
     const long number = std::strtol(text, &end, 10);
@@ -93,11 +93,11 @@ std::string forced_table_problem(const Device& device) {
   const int32_t table = device.gpu.table;
   if (table == 0) return {};
   if (table == kNoTable) {
-    return kForce +
-           (" is \"" + std::string(std::getenv(kForce)) + "\": it must be one of " + tables());
+    return kForceVariable + (" is \"" + std::string(std::getenv(kForceVariable)) +
+                             "\": it must be one of " + tables());
   }
   if (registry_of(device).runs(table, device.gpu.sm)) return {};
-  return kForce + (" is " + std::to_string(table)) +
+  return kForceVariable + (" is " + std::to_string(table)) +
          ": this build has no code of that tile table " + "that a GPU with sm_" +
          std::to_string(device.gpu.sm) + " runs; it has " + code_text(registry_of(device));
 }

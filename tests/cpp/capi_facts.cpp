@@ -1,4 +1,4 @@
-// Sizes of structs, the last error, the hook, and the queries about the library.
+// Sizes of structs, the last error, the tilewise_parallel hook, and the queries about the library.
 #include <atomic>
 #include <set>
 #include <thread>
@@ -46,9 +46,9 @@ TEST(LastError, BelongsToItsThread) {
   Call call;
   call.a.heads_q = 3;
   EXPECT_NE(call.forward(), TILEWISE_OK);
-  std::string of_the_other = "not set";
-  std::thread([&] { of_the_other = tilewise_last_error(); }).join();
-  EXPECT_EQ(of_the_other, "");
+  std::string error_of_other = "not set";
+  std::thread([&] { error_of_other = tilewise_last_error(); }).join();
+  EXPECT_EQ(error_of_other, "");
   EXPECT_STRNE(tilewise_last_error(), "");
 }
 
@@ -78,7 +78,8 @@ bool same_bytes(const Output& left, const Output& right) {
   return std::memcmp(left.data(), right.data(), left.size() * sizeof(float)) == 0;
 }
 
-// Large enough for several threads: 300 causal rows of 4 heads over 2, D = 32.
+// Causal attention that is large enough for several threads: 300 rows, 4 query heads that share 2
+// key/value heads, D = 32.
 struct LargeCall {
   static constexpr int64_t S = 300, Hq = 4, Hkv = 2, D = 32;
   std::vector<float> q = pattern(S * Hq * D, 0.1f), k = pattern(S * Hkv * D, 0.2f);
@@ -219,7 +220,7 @@ TEST(Workspace, PlannedSizeIsSufficient) {
             TILEWISE_OK)
       << tilewise_last_error();
   for (int64_t i = info.workspace_bytes; i < again.workspace.size(); ++i)
-    ASSERT_EQ(again.workspace.data()[i], kPoison) << "byte " << i << " behind the workspace";
+    ASSERT_EQ(again.workspace.data()[i], kPoison) << "byte " << i << " past the workspace";
 }
 
 TEST(Facts, VersionsAgreeWithTheHeader) {

@@ -67,8 +67,8 @@ class Scratch {
   std::unique_ptr<unsigned char[]> memory_;
 };
 
-// Dense attention: 2 sequences of 5 rows and 7 keys, 4 query heads over 2, D = 8, Dv = 6, fp32.
-// The index arrays are valid for it and switched on by the functions below.
+// Dense attention in fp32: 2 sequences of 5 rows and 7 keys, 4 query heads that share 2 key/value
+// heads, D = 8, Dv = 6. The index arrays are valid for it; the functions below switch them on.
 struct Call {
   static constexpr int64_t B = 2, Sq = 5, Sk = 7, Hq = 4, Hkv = 2, D = 8, Dv = 6;
   static constexpr int64_t kPageSize = 3, kPages = 6, kWidth = 3;

@@ -10,8 +10,8 @@ namespace tilewise::cuda::emulator {
 // Return addresses, innermost first.
 std::vector<uintptr_t> call_stack();
 
-// The kernel's functions among them, one line each, with source lines where debug information
-// exists. It runs addr2line, which comes with the linker; "" where there is none.
+// The functions of the kernel in `stack`, one line each, with source lines where debug information
+// exists. Runs addr2line, which comes with the linker; "" where it is missing.
 std::string describe(const std::vector<uintptr_t>& stack);
 
 }  // namespace tilewise::cuda::emulator

@@ -130,7 +130,7 @@ struct DotProducts {
     for (int64_t c = 0; c < whole; ++c) {
       const int64_t at = offset + c * kColumns;
       for (int n = 0; n < N; ++n) {
-        prefetcher.template beside_read<kColumns>(k + n, offset, c * kColumns);
+        prefetcher.template prefetch_on_read<kColumns>(k + n, offset, c * kColumns);
         key[n] = Reader::read(k[n] + at);
       }
       add(c, key);
@@ -217,7 +217,7 @@ struct DotProducts {
       const int64_t column = c + j * kColumns;
       Read read[Reader::kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (first) prefetcher.template beside_read<kColumns>(v + i, offset, column);
+        if (first) prefetcher.template prefetch_on_read<kColumns>(v + i, offset, column);
         if constexpr (kWhole)
           read[i] = Reader::read(v[i] + offset + column);
         else

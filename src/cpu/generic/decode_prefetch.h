@@ -14,8 +14,8 @@ template <class T>
 struct DecodePrefetch {
   // One row does little work per line, so the prefetches run ahead in the same tensor (Zen 5, bf16
   // D128, one thread: 31 GB/s; values prefetched while reading keys and vice versa 24, every other
-  // line 20, none 19). Where heads lie side by side, a few keys of each are read in turn, and the
-  // distance has to be longer than those.
+  // line 20, none 19). Where heads lie side by side, a few keys of each head are read in turn, and
+  // the distance must exceed the bytes of these keys.
   static constexpr int64_t kBytes = 8 * 1024;
   static constexpr int64_t kBytesOfHeads = 16 * 1024;
   static constexpr int64_t kBytesInReadOrder = 32 * 1024;
@@ -82,7 +82,7 @@ struct DecodePrefetch {
         : distance(prefetch_distance), l1(into_l1) {}
 
     template <int kColumns>
-    TILEWISE_FN void beside_read(const T* const* rows, int64_t offset, int64_t column) const {
+    TILEWISE_FN void prefetch_on_read(const T* const* rows, int64_t offset, int64_t column) const {
       if (sizeof(T) > 1 || is_new_line<kColumns>(column))
         prefetch(rows[distance] + offset + column, l1);
     }
@@ -106,7 +106,7 @@ struct DecodePrefetch {
     }
 
     template <int kColumns>
-    TILEWISE_FN void beside_read(const T* const* rows, int64_t offset, int64_t column) {
+    TILEWISE_FN void prefetch_on_read(const T* const* rows, int64_t offset, int64_t column) {
       if (!is_new_line<kColumns>(column)) return;
       if (line >= end) {
         ++row;

@@ -24,14 +24,14 @@ struct UnitScores {
   static constexpr int kRows = R / kBlocks;            // per vector
   static constexpr int U = W / kRows;
   static constexpr int kColumns = U * Reader::kUnitColumns;  // per step
-  // Keys that share one read of q and are read alternately. With 16 registers the sums of eight
-  // keys would take too many.
+  // Keys that share one read of q and are read alternately. The sums of eight keys would not fit
+  // into 16 registers.
   static constexpr int kKeys = W < 16 ? 4 : R == 4 ? 2 : 8;
-  static constexpr int kStepsOfLine =
+  static constexpr int kStepsPerLine =
       max(1, static_cast<int>(DecodePrefetch<T>::kLine) / (kColumns * int{sizeof(T)}));
   static_assert(R % kBlocks == 0 && W % kRows == 0 && W % kKeys == 0);
 
-  // Stores read number `read` of a row in the order that `dots` uses.
+  // Stores vector number `read` of a row of q in the order in which `dots` reads it.
   TILEWISE_FN static void place(Read* q, const Read& part, int64_t row, int64_t read) {
     constexpr int kUnits = sizeof(Read) / sizeof(uint32_t);
     uint32_t unit[kUnits];
@@ -43,10 +43,10 @@ struct UnitScores {
 
   // How many columns of a row `dots` prefetches.
   TILEWISE_FN static int64_t prefetch_columns(int64_t columns) {
-    return columns / (kStepsOfLine * kColumns) * (kStepsOfLine * kColumns);
+    return columns / (kStepsPerLine * kColumns) * (kStepsPerLine * kColumns);
   }
 
-  // Dot products of W keys with q, over the `columns` from `offset` of each row on.
+  // Dot products of W keys with q, over `columns` columns that begin at `offset` in each key.
   template <class Prefetcher>
   TILEWISE_FN static void dots(F (&sums)[kBlocks][W], const Unit* q, const T* const* k,
                                Prefetcher& prefetcher, int64_t offset, int64_t columns) {
@@ -55,10 +55,11 @@ struct UnitScores {
       const T* const* const key = k + first;
       F sum[kKeys][kBlocks] = {};
       int64_t c = 0;
-      for (; c + kStepsOfLine <= whole; c += kStepsOfLine) {
+      for (; c + kStepsPerLine <= whole; c += kStepsPerLine) {
         for (int n = 0; n < kKeys; ++n)
-          prefetcher.template beside_read<kStepsOfLine * kColumns>(key + n, offset, c * kColumns);
-        for (int i = 0; i < kStepsOfLine; ++i) add(sum, q, c + i, key, offset);
+          prefetcher.template prefetch_on_read<kStepsPerLine * kColumns>(key + n, offset,
+                                                                         c * kColumns);
+        for (int i = 0; i < kStepsPerLine; ++i) add(sum, q, c + i, key, offset);
       }
       for (; c < whole; ++c) add(sum, q, c, key, offset);
       if (const int64_t left = columns - whole * kColumns; left > 0) {
@@ -86,7 +87,7 @@ struct UnitScores {
   }
 
  private:
-  // Adds step c of one key, and of several.
+  // Adds the products of step c: of one key, or of kKeys keys.
   TILEWISE_FN static void add(F (&sum)[kBlocks], const Unit* q, int64_t c, const T* from) {
     const Unit k = Reader::template read_repeated<U>(from);
     for (int b = 0; b < kBlocks; ++b) sum[b] = Reader::multiply_add(sum[b], q[c * kBlocks + b], k);

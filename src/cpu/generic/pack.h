@@ -2,7 +2,7 @@
 // for zeros.
 //
 // The contraction of a product runs either along the columns of a row (q.k, do.v: "columns") or
-// from row to row (p v, p^T do, ds k, ds^T q: "rows"); each exists as it is and transposed.
+// from row to row (p v, p^T do, ds k, ds^T q: "rows"). Both have a plain and a transposed function.
 #pragma once
 
 #include "cpu/generic/simd.h"
