@@ -1,9 +1,9 @@
 """Attention on a GPU: Tilewise and cuDNN, FA-2, EFFICIENT, and FA-3 and FA-4 where installed.
 
 All contestants run in one process on the same tensors, warm and in alternating rounds, with the L2
-cache flushed before each call. The table shows TFLOP/s from the medians of CUDA events and our
-ratio to each peer (above 1: we are faster), together with the bf16 matrix product and the copy
-bandwidth measured in the same run.
+cache flushed before each call. The table shows TFLOP/s from the medians of CUDA events and the
+ratio of Tilewise to each peer (above 1: Tilewise is faster), together with the bf16 matrix product
+and the copy bandwidth measured in the same run.
 
   python bench/bench_gpu.py                      the whole grid (a few minutes)
   python bench/bench_gpu.py --quick              the main points (under a minute)
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--no-check", action="store_true", help="do not measure errors")
     add("--no-overhead", action="store_true", help="do not measure launch overhead and autograd")
     add("--png", type=Path, metavar="FILE", help="plot speed over sequence length")
-    add("--strict", action="store_true", help="exit status 1 when a bar is missed")
+    add("--strict", action="store_true", help="exit status 1 when a target is missed")
     add("--tokens", type=int, default=gpu_cases.TOKENS, help="rows of q in all sequences together")
     options = gpu_arguments.parsed(parser, arguments)
     if options.tokens < 1:
@@ -152,7 +152,7 @@ def kernel(case: gpu_cases.Case, x: gpu_contestants.Inputs) -> dict[str, Any]:
 
 
 def overhead(device: str) -> dict[str, dict[str, float]]:
-    """A tiny problem called from Python: ours and scaled_dot_product_attention."""
+    """Times of a tiny problem called from Python, of Tilewise and scaled_dot_product_attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -174,7 +174,7 @@ def overhead(device: str) -> dict[str, dict[str, float]]:
         "tilewise forward and backward": step(ours),
         "SDPA forward and backward": step(sdpa),
     }
-    # SDPA would use cuDNN on some GPUs, but the bar is about FLASH.
+    # SDPA would use cuDNN on some GPUs, but the target is relative to FLASH.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         return gpu_timing.launch_overhead(both, device)
 

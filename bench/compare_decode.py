@@ -6,7 +6,7 @@
 
 Arguments after -- are passed to bench_gpu_decode.py. Each process, or turn, uses one build; every
 other pair of turns begins with the new build. The medians of the turns are compared: old over new,
-above 1 means faster. A peer among them is the same in both builds and shows the noise of a ratio.
+above 1 means that NEW is faster. A peer is the same in both builds and shows the noise of a ratio.
 """
 
 from __future__ import annotations

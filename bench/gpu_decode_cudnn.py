@@ -22,7 +22,7 @@ class Decode:
     with `lengths` keys per sequence, or with pages that `table` [batch, page] lists.
 
     Raises:
-        RuntimeError: cuDNN has no plan for it.
+        RuntimeError: cuDNN does not support this problem.
     """
 
     def __init__(self, q: Tensor, cache: Tensor, lengths: Tensor, table: Tensor | None) -> None:

@@ -112,7 +112,7 @@ int main(void) {
   const double error = largest_error(&a);
   printf("largest error against double precision: %.1e\n", error);
 
-  /* An invalid request returns an error with a sentence, and nothing is written. */
+  /* An invalid request returns an error with a message, and nothing is written. */
   a.heads_kv = 3;
   if (tilewise_forward(&a, workspace, plan.workspace_bytes) == TILEWISE_OK) return 1;
   printf("three key heads for eight: %s\n", tilewise_last_error());

@@ -69,7 +69,7 @@ int main() try {
               differences);
   const bool agree = std::abs(derivative - differences) <= 2e-2 * (1 + std::abs(differences));
 
-  // Errors are exceptions with one sentence. Here v has fewer heads than the view.
+  // Errors are exceptions. Here the view of v has more heads than its memory.
   try {
     tilewise::attention(wide(q), narrow(k), wide(v), wide(out));
     return 1;

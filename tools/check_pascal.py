@@ -2,7 +2,7 @@
 
 The CUDA 12.9 compiler comes from PyPI: the wheel nvidia-cuda-nvcc-cu12 has ptxas but no nvcc, and
 the front end comes as a library, NVRTC, in nvidia-cuda-nvrtc-cu12. The script prints the registers
-and spills of each kernel. It needs no GPU and runs no kernel: all that is known is that the kernels
+and spills of each kernel. It needs no GPU and runs no kernel; it shows only that the kernels
 compile for Pascal and Volta.
 
     python tools/check_pascal.py [--arch 60 61 70] [--packages DIR]
@@ -27,7 +27,8 @@ KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_prepare", "backward_keys", "backward_rows"],
 }
-# Kernels of src/cuda/common: templates of an element, and kernels that come with their file.
+# Files of src/cuda/common: the parameter struct of a kernel that is a template of the element, or
+# "" for kernels that including the file compiles.
 COMMON = {
     "append": "AppendParams",
     "combine": "CombineParams",
@@ -85,7 +86,7 @@ class Nvrtc:
         self.library = ctypes.CDLL(str(libraries / "libnvrtc.so.12"))
 
     def compile(self, source: str, options: list[str]) -> bytes:
-        """Returns PTX; if it fails, the exception's text is the compiler's log."""
+        """Returns PTX; on failure raises RuntimeError with the compiler's log."""
         program = ctypes.c_void_p()
         library = self.library
         library.nvrtcCreateProgram(

@@ -20,18 +20,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-# Newest versions on a system of a manylinux policy, by glibc: those of Python wheels.
+# The newest symbol versions that each manylinux policy allows in Python wheels, by its glibc.
 POLICIES = {
     "2.28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)},
     "2.34": {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)},
 }
-MERGED = (2, 34)  # the glibc that merged these libraries into libc; prefixes of their names:
-MOVED = {
+MERGED = (2, 34)  # the glibc that merged the libraries of MOVED into libc
+MOVED = {  # library: prefixes of the names of its symbols
     "libdl.so.2": ("dl",),
     "libpthread.so.0": ("pthread_", "sem_"),
     "librt.so.1": ("shm_", "timer_", "mq_", "aio_", "lio_"),
 }
-# libstdc++ asks for this single-thread optimisation since glibc 2.32; 0 means "there may be more".
+# Since glibc 2.32, libstdc++ reads this variable, which older systems lack; 0 means that the
+# process may have several threads.
 SINGLE_THREADED = "char __libc_single_threaded = 0;\n"
 
 Symbols = dict[str, tuple[str, str]]  # name: (type, version)
@@ -70,7 +71,9 @@ def exported(library: str) -> Iterator[tuple[str, str, str]]:
 
 
 def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Symbols, Symbols]:
-    """The symbols of an old system; second, those that a library of MOVED holds there."""
+    """The symbols that stay in the library on an old system, and those that a library of MOVED has
+    there.
+    """
     versions: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, kind, version in exported(library):
         versions[name].append((kind, version))
@@ -88,7 +91,7 @@ def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Sy
 
 
 def write_stub(path: Path, soname: str, symbols: Symbols, compiler: str) -> None:
-    """A shared library with these symbols and no code."""
+    """Writes a shared library with these symbols and no code."""
     kinds = {"FUNC": "function", "IFUNC": "function", "OBJECT": "object", "TLS": "tls_object"}
     code, nodes = [], defaultdict(list)
     for name, (kind, version) in sorted(symbols.items()):

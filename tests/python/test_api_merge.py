@@ -74,7 +74,7 @@ def test_empty_sides_of_tensors_and_no_nan_in_their_gradients():
 
 
 def test_infinite_sink_takes_all_the_weight():
-    """`attention` behaves likewise for one state and for the keys of both."""
+    """merge_states agrees with `attention` over all keys, where such a sink leaves out = 0."""
     q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     sinks = torch.tensor([0.5, math.inf])
     wanted = tilewise.attention(q, k, v, sinks=sinks, return_lse=True)

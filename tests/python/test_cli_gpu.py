@@ -162,7 +162,7 @@ def test_packaged_code_listing_ends_with_a_status():
 
 def test_kernel_table_has_a_row_per_problem_and_gpu():
     for each in gpu.gpus()[0]:
-        rows = gpu.serves(each["index"])
+        rows = gpu.planned_kernels(each["index"])
         for dtype in gpu.DTYPES:
             for case in gpu.CASES:
                 dims = [

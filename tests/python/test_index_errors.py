@@ -1,4 +1,4 @@
-"""Index arrays with invalid entries, which only the kernels of a GPU meet. Whatever the arrays
+"""Index arrays with invalid entries, which on a GPU only the kernels read. Whatever the arrays
 contain, nothing outside of the tensors is read or written (every buffer lies between inaccessible
 pages), valid sequences have their usual results, the others are NaN, and the library says what was
 wrong.
@@ -66,8 +66,8 @@ def check_rows(b: Built, e: Expected, out: np.ndarray, lse: np.ndarray) -> np.nd
             right[rows] = False
         elif e.bad_pages[s]:
             used = e.sequences[s].rows
-            blind = used[sees_bad_page(b, e, s)]
-            assert np.isnan(out[blind]).all() and np.isnan(lse[blind]).all(), b.case
+            affected = used[sees_bad_page(b, e, s)]
+            assert np.isnan(out[affected]).all() and np.isnan(lse[affected]).all(), b.case
             # Rows near them may be NaN, but must not be wrong.
             right[used] = ~np.isnan(lse[used]).any(axis=1)
     return right
@@ -133,7 +133,7 @@ def test_random_entries(dtype, seed):
 
 
 def check_backward(b: Built, e: Expected, want: oracle.Result, yard: object, dtype: str) -> None:
-    """Once with the NaN of the forward, once with the results of a forward over valid arrays."""
+    """Runs the backward once with the forward's results, and once with their NaN replaced."""
     for clean in (False, True):
         if clean:
             b.out.view.copy_(torch.nan_to_num(b.out.view, nan=0.5))

@@ -1,7 +1,7 @@
 """Attention with a key/value cache: append, rotary, paging, padding, windows, splits.
 
-Each case keeps a model of the cache beside the real one: what the append must have written, bitwise
-where nothing is rotated, and that nothing else was changed.
+Each case computes the contents that the cache must have after the append. They are compared bitwise
+where nothing is rotated, and nothing else may have changed.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def expected(q, cache, k, v, lengths, leftpad, rotary, interleaved, options, dty
             x is not None for x in options.get("window", (None, None))
         )
         steps = torch.arange(rows) if windowed else torch.zeros(rows, dtype=torch.long)
-        wide = (
-            torch.float64 if dtype == torch.float64 else torch.float32
-        )  # the dtype of the complex numbers
+        # The reference rotates complex numbers, which do not exist in 16 bits.
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         turned = [
             reference.rotate(x.to(wide), cos.to(wide), sin.to(wide), p, interleaved).to(dtype)
             for x, p in ((q, starts + steps), (k, starts + torch.arange(k.shape[1])))

@@ -1,4 +1,4 @@
-"""Inputs with images in the text: as many placeholders as the model makes features of an image."""
+"""Inputs with an image in the text: one placeholder token per feature of the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLACE = 9  # position of the placeholders in the text, after any left padding
 
 @dataclass
 class Pictures:
-    """A recipe for text and pixels, with placeholders between the tokens."""
+    """A recipe for text and pixels, with the placeholders of an image among the tokens."""
 
     recipe: inputs.Recipe
     token: int
@@ -44,7 +44,7 @@ class Pictures:
 
 
 def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
-    """Candidate image inputs for this model, in addition to the inputs of these names.
+    """Candidate inputs for this model: those with these names, and images.
 
     There are none if the model has no placeholders for images.
     """
@@ -57,7 +57,7 @@ def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
     for variant in range(inputs.VARIANTS):
         pixels = ("pixel_values", "image_sizes") if sizes else ("pixel_values",)
         if sizes and variant == inputs.VARIANTS - 1:
-            continue  # patches use grids instead
+            continue  # the patches of this variant have grids instead of image sizes
         recipe = inputs.Recipe(model, (*names, *pixels), variant)
         count = _features(model, recipe)
         if count:
@@ -65,7 +65,7 @@ def candidates(model: Any, names: tuple[str, ...]) -> Iterator[Pictures]:
 
 
 def _features(model: Any, recipe: inputs.Recipe) -> int:
-    """How many features the model makes of one image; 0 if it does not accept the image."""
+    """How many features the model computes from one image; 0 if it does not accept the image."""
     names = inspect.signature(model.get_image_features).parameters
     given = {name: value for name, value in recipe.make(0).items() if name in names}
     try:
