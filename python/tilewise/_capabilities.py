@@ -9,8 +9,8 @@ from typing import Any
 from . import _abi
 from ._library import c_library
 
-# The families that have one tile table of their own, or none (0). All other tables belong to
-# mma_sync.
+# A tile table holds the tile sizes for one architecture, whose sm number is its name (901: sm_90a).
+# These families have one table of their own, or none (0); all other tables belong to mma_sync.
 OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901}
 
 

@@ -17,7 +17,7 @@ class View(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """All of a problem but q, k and v.
+    """Everything that describes a problem, except q, k and v.
 
     A negative window means no limit; a bound or a number of splits of 0 means "not given".
     """

@@ -260,6 +260,7 @@ def _plan(a: Any, gradients: Any) -> Plan | str:
 
 
 def _sentence(a: Any) -> str:
+    """The problem in words: dtype, device, sizes and the options that are on."""
     options = {
         "causal": a.window_right == 0 and a.window_left < 0,
         f"window ({a.window_left}, {a.window_right})": a.window_left >= 0 or a.window_right > 0,

@@ -35,7 +35,7 @@ from .kvcache import (
     common_length,
 )
 
-# From now on, decoding without an append takes the fast path.
+# Once this module is imported, attention without an append takes the fast path.
 kvcache._indexed = _plain.indexed
 
 _WIDE = (torch.int64, torch.uint32, torch.uint64)

@@ -1,4 +1,4 @@
-"""The fast path of eager calls with a scale, a band and index tensors, and no other option.
+"""The fast path of eager calls that give at most a scale, causal, a window and index tensors.
 
 The overhead of a call in Python matters if the problem is tiny. Nothing is checked twice here: the
 operator checks its arguments, and a call that it does not take (or refuses) goes through the
@@ -110,7 +110,9 @@ def indexed(
     softcap: Any, max_seqlen_q: int, max_seqlen_k: int, num_splits: Any, deterministic: bool,
     tf32: bool, batch_invariant: bool,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) without a derivative of sequences that index tensors describe, or None."""
+    """(out, lse), without a derivative, of sequences that index tensors describe; None: use the
+    general path.
+    """
     if (
         type(q) is not Tensor
         or type(k) is not Tensor

@@ -86,7 +86,7 @@ def attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or range.
-        RuntimeError: no kernel of this build serves the problem on this device.
+        RuntimeError: no kernel of this build can run the problem on this device.
     """
     # Must run first: it imports _torch, which sets _plain (torch.compile would guard on the old
     # value otherwise).
@@ -145,13 +145,13 @@ def attention_varlen(
         block_table: int32 [batch, width]: entry [b, i] is the page of the keys i * page_size to
             (i + 1) * page_size - 1 of sequence b.
         bias: Broadcastable to [batch, heads_q, rows, keys], with rows and keys counted within a
-            sequence. Each of the two is at least that of the longest sequence, or 1 (keys on a GPU:
-            with max_seqlen_k). A smaller bias is refused on the CPU; on a GPU it is refused if
+            sequence. Each of the two is at least that of the longest sequence, or 1 (on a GPU, 1 key
+            needs max_seqlen_k). A smaller bias is refused on the CPU; on a GPU it is refused if
             max_seqlen_q or max_seqlen_k exceeds it, or with check=True.
         check: On a GPU, verify the entries of the index tensors before anything is computed, in
             forward and backward. It launches a kernel and waits for it, so the call cannot be
             captured in a CUDA graph. Without it, sequences whose entries are out of range get rows
-            of NaN there, and ``last_index_error`` names the entry. The CPU always verifies.
+            of NaN on a GPU, and ``last_index_error`` names the entry. The CPU always verifies.
 
     Returns:
         out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
@@ -159,7 +159,7 @@ def attention_varlen(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or range, or an entry out of range.
-        RuntimeError: no kernel of this build serves the problem on this device.
+        RuntimeError: no kernel of this build can run the problem on this device.
     """
     backend = _backend(q)
     if (

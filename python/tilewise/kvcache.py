@@ -320,8 +320,8 @@ def attention_with_kvcache(
             changes only the rounding.
         check: On a GPU, verify the entries of all index tensors before anything is written. It
             copies them to the host, so it waits for the GPU and can be neither captured nor traced.
-            Without it, sequences whose entries are out of range get rows of NaN there, and
-            ``last_index_error`` names the entry. The CPU always verifies.
+            Without it, sequences whose entries are out of range get rows of NaN on a GPU,
+            and ``last_index_error`` names the entry. The CPU always verifies.
         batch_invariant: Compute each sequence's rows bitwise as they are without the other
             sequences of the batch. num_splits must then be 0; splits follow from the length of each
             sequence.
@@ -336,7 +336,7 @@ def attention_with_kvcache(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or range, or an entry out of range.
-        RuntimeError: no kernel of this build serves the problem on this device.
+        RuntimeError: no kernel of this build can run the problem on this device.
     """
     backend = _backend(q)  # sets _indexed; must run first, as in api.attention
     if (

@@ -25,8 +25,8 @@ EXAMPLES = """examples:
 
 The self-test compares forward and gradients with an attention in double precision, for every
 instruction set and GPU of this machine (on a GPU it needs PyTorch), every dtype and a set of
-options. Exit status: 0 success, 1 a check failed or no kernel can run (TILEWISE_CPU), 2 the library
-cannot be loaded.
+options. Exit status: 0 success, 1 a check failed or TILEWISE_CPU leaves no kernel that can run,
+2 the library cannot be loaded.
 """
 
 # Head dimensions at which the choice of the kernel might change.
@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
 def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
     """The facts about machine, build and planner."""
     gpus, no_gpu = gpu.gpus()
-    served = serves()
-    usable = any(row["forward"] != "-" for row in served)
+    planned = planned_kernels()
+    usable = any(row["forward"] != "-" for row in planned)
     return {
         "device": {
             "cpu": system.cpu_name(),
@@ -117,12 +117,12 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         "in_use": system.current_isa() if usable else None,
         "forced_by": os.environ.get("TILEWISE_CPU"),
         "kernels": system.kernels(),
-        "serves": served,
-        "gpu_serves": {each["index"]: gpu.serves(each["index"]) for each in gpus},
+        "serves": planned,
+        "gpu_serves": {each["index"]: gpu.planned_kernels(each["index"]) for each in gpus},
     }
 
 
-def serves() -> list[dict[str, Any]]:
+def planned_kernels() -> list[dict[str, Any]]:
     """The kernel that the planner chooses here, by dtype and range of head dimensions."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:

@@ -78,7 +78,7 @@ def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[s
     }
 
 
-def serves(index: int) -> list[dict[str, Any]]:
+def planned_kernels(index: int) -> list[dict[str, Any]]:
     """The kernels on a GPU by dtype, problem and head dimension; equal neighbours share a row."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:

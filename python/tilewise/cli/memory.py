@@ -100,7 +100,8 @@ def _return_blocks_at_once() -> None:
         pass
 
 
-def _serve() -> None:
+def _run_jobs() -> None:
+    """Runs in the child: reads jobs from stdin and prints the peak of each."""
     import torch
 
     torch.set_num_threads(int(sys.argv[1]))
@@ -110,4 +111,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _run_jobs()

@@ -9,19 +9,19 @@ from typing import Any
 
 
 class Progress:
-    """Counts up to `total` on stderr, with a few facts after the bar.
+    """Shows a bar that fills up to `total` on stderr, followed by a few facts.
 
     On a terminal the line is redrawn; in a log file a line is written every ten seconds.
 
     Args:
         total: Number of updates.
         description: Text before the bar.
-        done: Number of updates that were made earlier.
+        done: Number of updates that an earlier run made.
     """
 
     def __init__(self, total: int, description: str, done: int = 0) -> None:
         self.total, self.description, self.done = total, description, done
-        self._started, self._first, self._drawn = time.monotonic(), done, 0.0
+        self._started, self._initial, self._drawn = time.monotonic(), done, 0.0
         self._terminal = sys.stderr.isatty()
         self._interval = 0.1 if self._terminal else 10.0
         self._bar: Any = None
@@ -53,7 +53,7 @@ class Progress:
             print(file=sys.stderr)
 
     def update(self, **facts: object) -> None:
-        """Counts one step as done, and shows the facts."""
+        """Counts one step as done, and shows the facts as key=value."""
         self.done += 1
         if self._bar is not None:
             self._bar.set_postfix({k: str(v) for k, v in facts.items()}, refresh=False)
@@ -71,7 +71,7 @@ class Progress:
         self._drawn = time.monotonic()
         width = 30
         filled = width * self.done // max(1, self.total)
-        rate = (self.done - self._first) / max(1e-9, self._drawn - self._started)
+        rate = (self.done - self._initial) / max(1e-9, self._drawn - self._started)
         tail = "".join(f", {k}={v}" for k, v in facts.items())
         line = (
             f"{self.description}: {'#' * filled}{'.' * (width - filled)} "

@@ -137,8 +137,8 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel family, and for CUDA per tile table of this build or of a record. Its
-    state is "run" (with the machines), "only compiled" or "not in this build".
+    """One row per kernel family, and for CUDA per tile table of this build or of a record. The
+    state of a row is "run" (with the machines), "only compiled" or "not in this build".
     """
     built = {row["table"] for row in cuda_code()}
     recorded = {r.get("table", 0) for r in records if r["device"] == "cuda"}

@@ -168,7 +168,7 @@ class _Problem:
         self.bias = _single(random.standard_normal((s.rows, s.keys))) if s.bias else None
         self.sinks = _single(random.standard_normal(s.heads)) if s.sinks else None
         self.scale = s.head_dim**-0.5
-        # The outputs start as NaN, so that an element that is not written is found.
+        # The outputs start as NaN, so that the comparison finds elements that are not written.
         self.out, self.dq = _poisoned(self.q), _poisoned(self.q)
         self.dk, self.dv = _poisoned(self.k), _poisoned(self.v)
         self.lse = np.full((batch, s.heads, s.rows), np.nan, np.float32)

@@ -3,7 +3,8 @@
 With ``attention_chunk = c``, the query at position p sees only keys of its own chunk, those from
 ``p // c * c`` to ``p // c * c + c - 1``, in addition to the limits of causal and window. Positions
 are aligned bottom-right: row i is at i + Sk - Sq. Each chunk becomes a sequence of its own with the
-rows that see it. Its last row sees its last key, so causal and windows keep their meaning.
+rows that see it. Its last row has the position of its last key, so causal and
+windows keep their meaning.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.
@@ -42,7 +43,7 @@ def split_packed(sequences: list[Sequence], chunk: int, device: torch.device):
     rows, keys, owners = [0], [0], []
     for owner, sequence in enumerate(sequences):
         parts = split_lengths(sequence.rows_used, sequence.keys_used, chunk)
-        # Unused rows and keys are skipped as two sequences, so that these rows see no keys.
+        # Unused rows and unused keys become two further sequences, so that these rows see no keys.
         parts.append((sequence.rows - sequence.rows_used, 0))
         parts.append((0, sequence.keys - sequence.keys_used))
         for part_rows, part_keys in parts:

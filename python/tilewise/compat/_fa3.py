@@ -94,7 +94,7 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
 
 
 def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Q and k whose single product is q . k + qv . v."""
+    """New q and k, whose product is q . k + qv . v."""
     _check_qv(q, v, qv)
     if qv is None:
         return q, k
@@ -172,7 +172,10 @@ def attend_varlen(
     k_descale: Optional[Tensor] = None,
     v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences; chunks need the lengths on the host."""
+    """(out [T, Hq, Dv], lse [Hq, T]) of packed sequences.
+
+    With attention_chunk, the lengths are read on the host.
+    """
     common = dict(
         softmax_scale=scale_of(q, qv, softmax_scale),
         causal=causal,
@@ -314,7 +317,10 @@ def _pages_of(
 
 
 def _check_bound(rows: Tensor, max_rows: int) -> None:
-    """Refuses a bound, which decides the number of chunks, that is too small; not on a GPU."""
+    """Refuses a max_seqlen_q below the longest sequence, which would get too few chunks.
+
+    Lengths on a GPU are not checked.
+    """
     if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
         return
     longest = int(rows.max())

@@ -38,7 +38,7 @@ from tilewise._request import Request
 NAME = "tilewise"
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ALL = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
+_WANT_QKV = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
 
 
 class Call(NamedTuple):
@@ -80,7 +80,9 @@ def backward(
     if options.dropout_p:
         options = options._replace(dropout_state=state.view(torch.int64))
     dout, out = (_columns(x.transpose(1, 2)) for x in (dout, out))
-    grads = torch.ops.tilewise.backward(dout, None, q, k, v, out, lse.contiguous(), *options, _ALL)
+    grads = torch.ops.tilewise.backward(
+        dout, None, q, k, v, out, lse.contiguous(), *options, _WANT_QKV
+    )
     dq, dk, dv = (  # PyTorch's gradients on the CPU are always stored rows first
         _stored(grad, x, x.is_cuda and _by_heads(x))
         for grad, x in zip(grads, (query, key, value), strict=False)

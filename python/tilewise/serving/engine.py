@@ -83,7 +83,7 @@ class Engine:
         max_waiting: int = 64,
         step_tokens: int = 512,
     ) -> None:
-        for name, value, minimum, what in (
+        for name, value, minimum, minimum_name in (
             ("page_size", page_size, 1, ""),
             ("cache_tokens", cache_tokens, page_size, "page_size, "),
             ("max_running", max_running, 1, ""),
@@ -91,7 +91,7 @@ class Engine:
             ("step_tokens", step_tokens, max_running, "max_running, "),
         ):
             if _check.integer(name, value, "an integer") < minimum:
-                raise ValueError(f"{name} is {value}, but must be at least {what}{minimum}")
+                raise ValueError(f"{name} is {value}, but must be at least {minimum_name}{minimum}")
         take_over(model)
         self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
         self.cache = PagedCache(self.pool)

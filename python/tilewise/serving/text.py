@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what tokenizers return for bytes that are not (yet) a character
-_MAX_TOKENS = 8  # of one character; more tokens without one are invalid bytes
+_MAX_TOKENS_PER_CHARACTER = 8  # so many tokens without a character are invalid bytes
 
 
 class TextStream:
@@ -32,7 +32,10 @@ class TextStream:
         # A token is decoded after the previous ones, because many tokenizers drop a leading space.
         before = self._decode(self._tokens[: self._decoded])
         now = self._decode(self._tokens)
-        if now.endswith(_INCOMPLETE) and len(self._tokens) - self._decoded < _MAX_TOKENS:
+        if (
+            now.endswith(_INCOMPLETE)
+            and len(self._tokens) - self._decoded < _MAX_TOKENS_PER_CHARACTER
+        ):
             return ""
         self._tokens = self._tokens[self._decoded :]
         self._decoded = len(self._tokens)
