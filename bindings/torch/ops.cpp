@@ -1,5 +1,5 @@
-// The kernels of tilewise::forward and tilewise::backward: they fill C structs from torch tensors,
-// launch, and return torch tensors.
+// The implementations of the operators tilewise::forward and tilewise::backward: they fill C
+// structs from torch tensors, launch, and return torch tensors.
 #include "attention.h"
 #include "launch.h"
 
@@ -29,8 +29,9 @@ void want_rows(tilewise_tensor& view, Tensor& tensor, const char* name, Tensor m
 void want_dbias(tilewise_gradients& g, Tensor& dbias, const Problem& problem, const Tensor& bias) {
   for (int64_t i = 0; i < 3; ++i)
     if (bias.size(i) > 1 && bias.stride(i) == 0)
-      invalid("bias has stride 0 in dimension " + std::to_string(i) +
-              ", but its gradient is wanted: give it with one element there, or contiguous");
+      invalid(
+          "bias has stride 0 in dimension " + std::to_string(i) +
+          ", but its gradient is wanted: give it size 1 in that dimension, or make it contiguous");
   dbias = new_tensor({bias.size(0), bias.size(1), bias.size(2), bias.size(3)},
                      aoti_torch_dtype_float32(), problem.place);
   g.dbias = static_cast<float*>(dbias.mutable_data_ptr());
@@ -74,7 +75,7 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   return tensors;
 }
 
-// Checks out or dout.
+// Checks the device, dtype and shape of out or dout.
 void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
   const tilewise_attention& a = problem.attention;
   expect_place(rows, name, problem.place);
@@ -92,8 +93,8 @@ void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& d
   set_dlse(g, problem, dlse);
 }
 
-// While it lives, the device of the problem is current, with torch's current stream or, on the CPU,
-// torch's threads.
+// For its lifetime the device of the problem is current, and the problem uses torch's current
+// stream or, on the CPU, torch's threads.
 class Launch {
  public:
   explicit Launch(Problem& problem) : device_(problem.place) {

@@ -1,5 +1,5 @@
-// The kernels of tilewise::_plain_forward and _plain_backward: dense attention with only a scale
-// and a band. Eager code calls them because they are cheaper to dispatch than the general
+// The operators tilewise::_plain_forward and _plain_backward: dense attention with only a scale and
+// a band. Eager code calls them because they are cheaper to dispatch than the general
 // operators: a third of the arguments, tensors in the caller's layout, no intermediate views.
 #include <cmath>
 

@@ -11,24 +11,24 @@
 
 namespace tilewise {
 
-// The largest head dimension, both of q and k and of v.
+// The largest head dimension of q and k, and of v.
 inline constexpr int64_t kMaxHeadDim = 512;
 
 // After `validated_problem`: head_dim_v and kv_batch are set, and every size has been checked.
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;
 
-// One sequence of the batch: where its rows are and what they may see. Kernels of a GPU read the
-// index arrays without prior validation, so entries are used only where they lie inside the
-// tensors.
+// One sequence of the batch: where its rows are and what they may see. GPU kernels read the index
+// arrays without prior validation, so entries are used only where they lie inside the tensors.
 struct Sequence {
   int64_t batch;        // index of the sequence
   int64_t batch_index;  // index along stride_batch of q and out (0 when cu_seqlens_q is given)
   int64_t first_row;    // rows of q before row 0
   Band band;            // with the number of rows and keys in use
   KvSource kv;
-  bool fits =
-      true;  // false: an entry is invalid; the sequence has no keys and its rows must become NaN
+  // Whether all its index entries lie inside the tensors. If not, it has no keys, and its rows must
+  // become NaN.
+  bool fits = true;
 
   // Offset in elements of row i in q, out, dout or dq, at head and column 0.
   TILEWISE_FN int64_t row_offset(const tilewise_tensor& view, int64_t i) const {
@@ -42,8 +42,8 @@ struct Sequence {
 
 TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv; }
 
-// Rows of sequence b in the tensors, whether in use or not. Where kernels of a GPU derive addresses
-// from it, cu_seqlens_q is a copy that has been made valid (cuda/common/prepare.h).
+// Rows of sequence b in the tensors, whether in use or not. Where GPU kernels derive addresses from
+// them, cu_seqlens_q is a copy that has been made valid (cuda/common/prepare.h).
 TILEWISE_FN Range query_rows(const Problem& p, int64_t b) {
   if (p.cu_seqlens_q == nullptr) return {0, p.seqlen_q};
   return {p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1]};
@@ -144,7 +144,7 @@ TILEWISE_FN bool has_uniform_sequences(const Problem& p) {
          p.block_table == nullptr;
 }
 
-// `sequence_of` in that case.
+// `sequence_of` for a problem with uniform sequences.
 TILEWISE_FN Sequence uniform_sequence(const Problem& p, int64_t b) {
   Sequence s;
   s.batch = b;
@@ -160,8 +160,8 @@ TILEWISE_FN Score score_of(const Problem& p) {
   return {p.scale_ptr != nullptr ? *p.scale_ptr : p.scale, p.softcap};
 }
 
-// The factors for the values of a float8_e4m3 cache, 1 for all other caches; of a problem or of an
-// append. The factor of k is part of the scale.
+// The scale factors of the float8_e4m3 cache of a problem or an append; 1 for all other caches. The
+// factor of k is part of the scale of the scores.
 template <class Cached>
 TILEWISE_FN float k_descale(const Cached& c, int64_t batch, int64_t kv_head) {
   if (c.k_descale == nullptr) return 1.0f;
@@ -185,8 +185,8 @@ TILEWISE_FN Dropout dropout_of(const Problem& p) {
   return Dropout::make(p.dropout_p, p.dropout_state[0], p.dropout_state[1]);
 }
 
-// Whether the general form is needed: it has the options that cost time in the inner loop, the
-// plain form does not.
+// Whether the problem needs the general form of a kernel, which has the options that cost time in
+// the inner loop; the plain form lacks them.
 TILEWISE_FN bool is_general(const Problem& p) {
   return p.softcap != 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr || p.dropout_p > 0.0f;
 }

@@ -10,10 +10,10 @@
 #define TILEWISE_HOST_DEVICE
 #endif
 
-// For functions in headers. The policies are compiled once per CPU instruction set. An inline
-// function that is emitted out of line there would be a weak symbol with several bodies, and the
-// linker could pick the AVX-512 one on a machine without it. So these are always inlined (a test
-// checks the symbols of the objects).
+// For functions in headers, which are compiled once per CPU instruction set. An inline function
+// that is emitted out of line would be a weak symbol with one body per instruction set, and the
+// linker could pick the AVX-512 body for a machine without AVX-512. So these are always inlined (a
+// test checks the symbols of the objects).
 #define TILEWISE_FN TILEWISE_HOST_DEVICE inline __attribute__((always_inline))
 
 // Before a short loop that must be unrolled on a GPU. On the host the compiler decides.

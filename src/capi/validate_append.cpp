@@ -89,7 +89,9 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
           Access::write};
 }
 
-void check_view(const View& view) {  // a tensor that is not given has strides 0, which would pass
+// Checks the pointer first: the strides of a missing output are 0, and refusing them would not name
+// the cause.
+void check_view(const View& view) {
   check_data(view);
   check_layout(view);
 }
@@ -167,7 +169,7 @@ struct Written {
   int32_t page;
   Range rows;
   int64_t sequence;
-  int64_t index;  // of block_table
+  int64_t index;  // of the page in the sequence's row of block_table
 };
 
 void add_pages(std::vector<Written>& written, const Append& a, int64_t b, Range keys) {
@@ -198,7 +200,7 @@ void check_written_once(std::vector<Written>& written) {
   }
 }
 
-// Checks index arrays in CPU memory.
+// Checks the entries of index arrays in CPU memory.
 void check_entries(const Append& a) {
   if (a.kv_batch_idx != nullptr) {
     check_kv_batch_idx(a.kv_batch_idx, a.batch, a.kv_batch);
@@ -239,8 +241,8 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   require(is_dtype(a.dtype), "dtype is ", a.dtype,
           ": it must be 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float8_e4m3)");
   if (a.dtype == TILEWISE_FLOAT8_E4M3) {
-    refuse(TILEWISE_UNSUPPORTED, "append with dtype ", dtype_name(a.dtype),
-           ": float32, float16 and bfloat16 are allowed");
+    refuse(TILEWISE_UNSUPPORTED, "dtype is ", dtype_name(a.dtype),
+           ": an append allows float32, float16 and bfloat16");
   }
   check_parallel(a.parallel);
   check_range("check", a.check, 0, 1);

@@ -40,15 +40,15 @@ int64_t most_splits(const Problem& p, const SplitRule& rule) {
   return rule.splits(uniform ? p.seqlen_q : 0, longest_keys(p));
 }
 
-// Decisions that do not change results may depend on the number of threads; each thread needs a few
-// items.
-constexpr int64_t kItemsOfThread = 4;
+// Decisions that do not change results may depend on the number of threads: each thread should get
+// at least this many items.
+constexpr int64_t kMinItemsPerThread = 4;
 
 // Every work item reads all packed keys and values, or packs them: 5 to 15 % of the time with AMX,
 // so large items are used where there are enough of them.
 int32_t rows_of_item(const Problem& p, const Shape& shape, const Plan& plan) {
   const int64_t items = query_tiles(p, shape.large_tile_q) * p.heads_kv * plan.splits;
-  return items >= kItemsOfThread * plan.threads ? shape.large_tile_q : shape.tile_q;
+  return items >= kMinItemsPerThread * plan.threads ? shape.large_tile_q : shape.tile_q;
 }
 
 // Decoding reads the rows of neighbouring heads, which lie side by side, in memory order: 28
@@ -56,7 +56,7 @@ int32_t rows_of_item(const Problem& p, const Shape& shape, const Plan& plan) {
 int64_t heads_of_item(const Problem& p, const Plan& plan) {
   if (!is_decoding(p, plan.isa) || !heads_side_by_side(p)) return 1;
   const int64_t items = query_tiles(p, plan.tile_q) * p.heads_kv * plan.splits;
-  return clamp(items / (kItemsOfThread * plan.threads), 1, p.heads_kv);
+  return clamp(items / (kMinItemsPerThread * plan.threads), 1, p.heads_kv);
 }
 
 }  // namespace

@@ -155,8 +155,8 @@ TEST(Planner, ThreadCountChangesOnlyTheScratchMemory) {
   }
 }
 
-// The number of rows that share the keys of a work item changes which thread computes them, not the
-// result.
+// Large items are used if every thread gets at least four of them. The number of rows of an item
+// changes which thread computes them, not the result.
 TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
   const auto ask_amx = [](const Problem& p, int32_t threads) {
     Device device = kSapphireRapids;
@@ -170,7 +170,7 @@ TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
     EXPECT_EQ(found.tile_k, 256) << threads;
     EXPECT_EQ(found.splits, 1) << threads;
   }
-  // The same with splits: two of 4 x 2 large items.
+  // With splits: 2 splits of 4 tiles of 2 heads are 16 large items.
   const Problem split = problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 2);
   for (const auto& [threads, rows] : {std::pair{4, 512}, {5, 256}}) {
     EXPECT_EQ(ask_amx(split, threads).splits, 2);
@@ -194,8 +194,8 @@ TEST(Planner, SplitsKeysWhenThereAreFewRows) {
   EXPECT_EQ(plan(asked, nullptr, kZen4).cpu.splits, 3);
 }
 
-// Few rows stream through the cache: as many as a vector engine takes, or more with the tile unit
-// where it pays.
+// Few rows use the streaming engine: as many as the vector units process together, or more with
+// AMX, where that pays.
 TEST(Planner, FewRowsStreamThroughTheCache) {
   const auto engine = [](int32_t dtype, int64_t rows, int64_t keys, int32_t invariant = 0) {
     Problem p = problem(dtype, 1, rows, keys, 16);

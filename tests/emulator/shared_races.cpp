@@ -19,8 +19,8 @@ std::string actor_name(int actor) {
   return actor < Clocks::kFirstCopier ? text("thread %d", actor) : "an asynchronous copy";
 }
 
-// The instruction that would have ordered the two.
-const char* missing(int thread, int actor) {
+// The instruction that would have ordered the accesses of `thread` and `actor`.
+const char* ordering_instruction(int thread, int actor) {
   if (actor >= Clocks::kFirstCopier) return "wait for its mbarrier";
   return same_warp(thread, actor) ? "sync_warp" : "sync_block";
 }
@@ -46,7 +46,7 @@ void SharedMemory::check_read_race(uint32_t i, const char* what, const Moment& m
   const bool own = writer == m.thread && time >= m.warp_barrier;
   if (own ? m.clocks->knows(m.thread, writer, time) : ordered(m, writer, time)) return;
   fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what, 2 * i,
-             actor_name(writer).c_str(), missing(m.thread, writer)));
+             actor_name(writer).c_str(), ordering_instruction(m.thread, writer)));
 }
 
 // The bytes of a copy are visible to threads that know that the phase of its mbarrier ended.
@@ -129,7 +129,8 @@ void SharedMemory::check_write_race(HalfWords range, const char* what, const Mom
         from != nullptr && std::memcmp(from + 2 * (i - range.begin), data_ + 2 * i, 2) == 0;
     if (!same_value && !ordered(m, writers_[i], write_times_[i])) {
       fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what,
-                 2 * i, actor_name(writers_[i]).c_str(), missing(m.thread, writers_[i])));
+                 2 * i, actor_name(writers_[i]).c_str(),
+                 ordering_instruction(m.thread, writers_[i])));
     }
     check_read_before_write(i, what, m);
   }
@@ -145,7 +146,7 @@ void SharedMemory::check_read_before_write(uint32_t i, const char* what, const M
     for (int thread = 0; thread < kMaxThreads; ++thread) {
       if (times[thread] < m.block_barrier || ordered(m, thread, times[thread])) continue;
       fault(text("race: %s of byte %u of shared memory, which thread %d read with no %s between",
-                 what, 2 * i, thread, missing(m.thread, thread)));
+                 what, 2 * i, thread, ordering_instruction(m.thread, thread)));
     }
     return;
   }
@@ -231,7 +232,7 @@ void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) c
   if (time < m.clocks->start_time()) return;  // written, if at all, through a plain pointer
   if (!ordered(m, writer, time)) {
     fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what,
-               2 * i, actor_name(writer).c_str(), missing(m.thread, writer)));
+               2 * i, actor_name(writer).c_str(), ordering_instruction(m.thread, writer)));
   }
   if (writer >= Clocks::kFirstCopier) return;
   const uint32_t fence = m.clocks->fence_after(writer, time);
@@ -242,7 +243,8 @@ void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) c
            what, 2 * i, writer));
 }
 
-// Checks asynchronous accesses after generic writes. Most chunks were written like the one before.
+// Checks that a fence and a barrier order the generic writes of these bytes before an asynchronous
+// access. Neighbouring half-words mostly come from the same write.
 void SharedMemory::check_fenced(HalfWords range, const char* what, const Moment& m) const {
   if (!check_races_) return;
   for (uint32_t i = range.begin; i < range.end; ++i) {
