@@ -1,5 +1,5 @@
-// The launches of a backward: [index check] [prepare] row statistics, keys (dK, dV), rows (dQ) [NaN
-// recompute] [dbias] [dsinks] [sums].
+// The launches of a backward, optional ones in brackets: [index check] [prepare] row statistics,
+// keys (dK, dV), rows (dQ) [NaN recompute] [dbias] [dsinks] [sums of dsinks and dscale].
 #include "cuda/common/kernels.h"
 #include "cuda/index_errors.h"
 #include "cuda/launch.h"
@@ -52,7 +52,7 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   return prepared.fitted;
 }
 
-// Tile descriptors and row statistics in one kernel, then dK, dV and the dQ sums.
+// Launches a kernel for tile descriptors and row statistics, and one for dK, dV and the dQ sums.
 void launch_wgmma(const Problem& p, const Gradients& g, const Plan& plan,
                   const BackwardParams& main) {
   const int32_t cluster = plan.kernel_set->backward_tile.cluster_size;
@@ -104,7 +104,9 @@ void main_gradients(const Problem& p, const Gradients& g, const Plan& plan,
   if (rows) launch(recompute.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
-void sums(const Problem& p, const Gradients& g, const BackwardWorkspace& regions, void* workspace) {
+// Computes dsinks and dscale.
+void scalar_gradients(const Problem& p, const Gradients& g, const BackwardWorkspace& regions,
+                      void* workspace) {
   common::ReduceParams params;
   params.dsinks = g.dsinks;
   params.dscale = g.dscale;
@@ -136,7 +138,7 @@ void backward(const Problem& given, const Gradients& g, const Plan& plan, void* 
     launch(common::tensor_kernels(p.dtype).dbias, common::dbias_blocks(p, g), p.stream,
            common::DbiasParams{p, g});
   }
-  if (g.dsinks != nullptr || g.dscale != nullptr) sums(p, g, regions, workspace);
+  if (g.dsinks != nullptr || g.dscale != nullptr) scalar_gradients(p, g, regions, workspace);
 }
 
 }  // namespace tilewise::cuda

@@ -1,4 +1,5 @@
-// The launches of a forward: [index check] [prepare] main [combine] [NaN recompute].
+// The launches of a forward, optional ones in brackets: [index check] [prepare] main [combine] [NaN
+// recompute].
 #include <numeric>
 
 #include "cuda/common/kernels.h"
@@ -43,7 +44,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
 
 // Launches a persistent wgmma kernel: one CTA per SM, which computes many tiles.
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
-                       int32_t* counter, int32_t* prepared) {
+                       int32_t* counter, int32_t* recompute_list) {
   constexpr int32_t kRowsOfWarpgroup = 64;
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
@@ -57,7 +58,7 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   params.v = map(p, p.v, p.head_dim_v, box_rows);
   params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
   params.tile_counter = counter;
-  params.recompute_list = prepared;
+  params.recompute_list = recompute_list;
   params.nan_may_leak = nan_may_leak(p);
   const int64_t sms = gpu(p.device_index).sm_count;
   const int64_t grid = plan.stream_k.any() ? sms : min(plan.blocks, sms);
@@ -98,7 +99,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
   IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
   common::fit(prepared, common::FitTask::forward(p, regions.fit.in<int32_t>(workspace)), record);
   prepared.fills[0] = {regions.tile_counter.in<void>(workspace), regions.tile_counter.bytes};
-  // CTAs of a decode would spread unevenly beside those of the prepare kernel (choose_pdl_trigger).
+  // After a prepare kernel the main kernel starts in order: beside the CTAs of the former, those of
+  // a decode would spread unevenly over the SMs (choose_pdl_trigger).
   const Start start = prepare(prepared, p.stream) ? Start::in_order : Start::dependent;
 
   ForwardParams params = main_params(prepared.fitted, plan, regions, workspace);

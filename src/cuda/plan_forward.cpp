@@ -25,7 +25,8 @@ constexpr int64_t kMinKeysPerFullTileSplit = 1024;  // full row tiles: bound by 
 // Short sequences leave a tile of one head nearly empty, so all heads of a GQA group share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
   const int64_t group = group_size(p);
-  const int64_t rows = selection_rows(p);  // rows of one warp take branches together
+  // Not max_rows(p): packing decides which rows share a warp, and those take branches together.
+  const int64_t rows = selection_rows(p);
   const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }

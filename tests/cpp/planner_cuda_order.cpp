@@ -45,8 +45,8 @@ TEST(PlannerCudaOrder, TilesOfUnknownLengthAreScheduledDynamically) {
   }
 }
 
-// So are causal tiles whose lengths do not grow linearly, because many rows attend to no key or to
-// all keys.
+// Causal tiles whose lengths do not grow linearly, because many rows attend to no key or to all
+// keys, are also scheduled dynamically.
 TEST(PlannerCudaOrder, TilesThatGrowUnevenlyAreScheduledDynamically) {
   struct Shape {
     int64_t rows, keys, left, right;
@@ -83,8 +83,8 @@ TEST(PlannerCudaOrder, TilesThatGrowUnevenlyAreScheduledDynamically) {
   }
 }
 
-// With paired tiles in waves the longest-running CTA has at most 7/6 of the mean number of key
-// tiles.
+// With paired tiles in waves no CTA has more than 7/6 of the key tiles of the mean CTA, or of the
+// longest tile if that has more.
 TEST(PlannerCudaOrder, PairedWavesAreBalanced) {
   for (const int64_t rows : {256, 512, 640, 1024, 2048, 4096, 16384}) {
     for (const int64_t heads : {16, 40, 64}) {

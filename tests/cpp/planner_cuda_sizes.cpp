@@ -47,7 +47,7 @@ TEST(PlannerCudaSizes, PlanSaysWhenAGridIsTooLarge) {
   }
 }
 
-// Pages with 2^63 keys times heads: the bytes of their tiles exceed 64 bits.
+// Pages hold 2^63 keys times heads, and the bytes of their tiles exceed 64 bits.
 TEST(PlannerCudaSizes, TilesOfPagesDoNotOverflow) {
   Problem p = paged(TILEWISE_BFLOAT16, 1 << 21);
   p.batch = p.heads_q = p.heads_kv = 1 << 21;
@@ -58,20 +58,20 @@ TEST(PlannerCudaSizes, TilesOfPagesDoNotOverflow) {
   EXPECT_GE(backward.grid, int64_t{1} << 55);
 }
 
-const int32_t kSome[] = {0};  // the planner reads no index array
+const int32_t kIndexArray[] = {0};  // the planner reads no index array
 
 constexpr auto kOptions = std::to_array<void (*)(Problem&)>({
     [](Problem&) {},
-    [](Problem& p) { p.seqused_k = kSome; },
+    [](Problem& p) { p.seqused_k = kIndexArray; },
     [](Problem& p) { p.window_right = 0; },
-    [](Problem& p) { p.seqused_k = kSome, p.window_right = 0; },
+    [](Problem& p) { p.seqused_k = kIndexArray, p.window_right = 0; },
     [](Problem& p) { p.window_left = p.window_right = 1000; },
     [](Problem& p) { p.batch_invariant = 1; },
     [](Problem& p) { p.num_splits = 256; },
     [](Problem& p) { p.deterministic = 1; },
 });
 
-// On GPUs with and without TMA. The UBSan build detects overflows.
+// Plans for GPUs with and without TMA. The UBSan build detects overflows.
 void expect_sane_plans(const Problem& plain) {
   const Gradients g = gradients(plain);
   for (const auto& option : kOptions) {
@@ -88,7 +88,7 @@ void expect_sane_plans(const Problem& plain) {
   }
 }
 
-// Powers of two, and which of them capi/validate_attention.cpp accepts together.
+// Sizes as powers of two, and which of them capi/validate_attention.cpp accepts together.
 struct Magnitudes {
   int batch, heads, rows, keys;
 
@@ -109,7 +109,7 @@ void expect_sane_plans(const Magnitudes& m) {
   if (m.are_uniform()) expect_sane_plans(m.problem());
   if (m.are_varlen()) {
     Problem p = m.problem();
-    p.cu_seqlens_q = p.cu_seqlens_k = kSome;
+    p.cu_seqlens_q = p.cu_seqlens_k = kIndexArray;
     expect_sane_plans(p);
     p.max_seqlen_q = p.max_seqlen_k = 1;
     expect_sane_plans(p);
@@ -117,7 +117,7 @@ void expect_sane_plans(const Magnitudes& m) {
   if (!m.are_paged()) return;
   for (const int size : {0, 4, 21}) {
     Problem p = m.problem();
-    p.block_table = kSome;
+    p.block_table = kIndexArray;
     p.page_size = int64_t{1} << std::min(m.keys, size);
     p.block_table_width = p.block_table_stride = p.seqlen_k / p.page_size;
     p.seqlen_k = 0;

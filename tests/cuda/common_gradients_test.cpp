@@ -194,7 +194,7 @@ TYPED_TEST(CommonGradients, DbiasIsDeterministic) {
   EXPECT_GT(compared, 100);
 }
 
-// A bias in a 16-bit type, which callers may pass.
+// Callers may pass a bias in the dtype of q instead of float32.
 TYPED_TEST(CommonGradients, DbiasOfABiasInTheTypeOfQ) {
   Call<TypeParam> call(3, {40, 40, 32, 3});
   call.add_bias();
@@ -241,18 +241,18 @@ TYPED_TEST(CommonGradients, DsinksOverAllRows) {
   EXPECT_GT(with_sinks, 30);
 }
 
-TEST(CommonSums, DscaleIsTheSumOfItsParts) {
+TEST(CommonSums, DscaleIsTheSumOfItsPartials) {
   for (const int64_t count : {0, 1, 255, 256, 257, 5000}) {
     cuda_test::Random random{std::mt19937(7)};
-    std::vector<float> parts(static_cast<size_t>(count));
+    std::vector<float> partials(static_cast<size_t>(count));
     double expected = 0.0;
-    for (float& x : parts) {
+    for (float& x : partials) {
       x = random.normal();
       expected += static_cast<double>(x);
     }
     float dscale = cuda_test::kNaN;
     common::ReduceParams params{};
-    params.dscale_partials = parts.data();
+    params.dscale_partials = partials.data();
     params.dscale_count = count;
     params.dscale = &dscale;
     tilewise::cuda::launch(common::reduce_kernel(), common::reduce_blocks(params), nullptr, params);

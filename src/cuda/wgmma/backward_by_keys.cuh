@@ -163,7 +163,7 @@ TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const TileDescrip
   const int first = own_warp * 16;
   const int keys = work_tile.key_count - first;
   const ptx::SharedAddress own =
-      shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::OwnKeys::kBytes);
+      shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::WarpKeysTile::kBytes);
   store_keys<C>(dv, dv_scale, own, g.dv, work_tile.dv + first * g.dv.stride_row, keys,
                 p.problem.head_dim_v);
   store_keys<C>(dk, score_of(p.problem).scale, own, g.dk, work_tile.dk + first * g.dk.stride_row,

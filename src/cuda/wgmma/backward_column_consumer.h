@@ -185,7 +185,7 @@ class ColumnProducts {
 template <class C>
 class DqReduction {
   using Plan = BackwardPlan<C>;
-  // Floats of a warp; a panel has four slices.
+  // Floats of a slice, which one warp adds; a panel has four slices.
   static constexpr int kSlice = Plan::kDqSliceBytes / 4;
   static constexpr int kWarps = Plan::kCluster * Plan::kConsumerThreads / ptx::kWarpSize;
 

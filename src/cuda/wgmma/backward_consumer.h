@@ -110,18 +110,18 @@ class Products {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Plan::kKeys / 16; ++k) {
-      const uint64_t own = ds + Plan::DsTile::column_step(k);
+      const uint64_t scores = ds + Plan::DsTile::column_step(k);
       const uint64_t keys = rows + Plan::KTile::row_step(k);
       if constexpr (Plan::kTransposedDq) {
         if (k > 0)
-          Wgmma<kN>::template add<true, false>(dq, keys, own);
+          Wgmma<kN>::template add<true, false>(dq, keys, scores);
         else
-          Wgmma<kN>::template start<true, false>(dq, keys, own);
+          Wgmma<kN>::template start<true, false>(dq, keys, scores);
       } else {
         if (k > 0)
-          Wgmma<kN>::template add<false, true>(dq, own, keys);
+          Wgmma<kN>::template add<false, true>(dq, scores, keys);
         else
-          Wgmma<kN>::template start<false, true>(dq, own, keys);
+          Wgmma<kN>::template start<false, true>(dq, scores, keys);
       }
     }
     ptx::wgmma_commit_group();

@@ -25,6 +25,7 @@ struct BackwardBarriers {
   TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(1, 0); }
   // No warp reads K and V of the work tile any more; only its epilogue still reads its descriptor.
   TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(2, 0); }
+  // The last Q or dO of a sequence has landed, with rows past the end of the sequence.
   TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(3, 0); }
   TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(4, stage); }
   TILEWISE_DEVICE ptx::SharedAddress q_empty(int stage) const { return at(6, stage); }
@@ -88,9 +89,11 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   using QTile = tile::SwizzledTile<kQueries, C::kHeadDim>;
   using DoutTile = tile::SwizzledTile<kQueries, C::kHeadDimV>;
   using DsTile = tile::SwizzledTile<kQueries, kKeys>;
-  using OwnKeys = tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // dK or dV of a warp
-  static_assert(kConsumerThreads / 32 * OwnKeys::kBytes <= kStages * DsTile::kBytes);
+  using WarpKeysTile =
+      tile::SwizzledTile<16, max(C::kHeadDim, C::kHeadDimV)>;  // dK or dV of a warp
+  static_assert(kConsumerThreads / 32 * WarpKeysTile::kBytes <= kStages * DsTile::kBytes);
   static constexpr int kStatisticBytes = kQueries * 4;
+  // Offsets in shared memory, in bytes.
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
   static constexpr int kQ = kV + VTile::kBytes;
@@ -135,6 +138,7 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static_assert(kCluster == 1 || C::kHeadDim == 256);
   using PeerKTile = tile::SwizzledTile<kKeys, C::kHeadDim / 2>;
   static constexpr int kStatisticBytes = kQueries * 4;
+  // Offsets in shared memory, in bytes.
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
   static constexpr int kPeerK = kV + VTile::kBytes;
@@ -152,8 +156,8 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static_assert(kSharedBytes <= 227 * 1024);
 
   // Panels of 64 columns per warpgroup. If their number is odd, one warpgroup has more of dK and
-  // the other more of dV and dQ, so that both need about as many registers. In a cluster a
-  // warpgroup has one panel of dQ: that of its place among the four.
+  // the other more of dV and dQ, so that both need about as many registers. In a cluster each
+  // of the four warpgroups has one panel of dQ.
   static constexpr int own_dk(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
   static constexpr int own_dv(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
   static constexpr int own_dq(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
@@ -163,7 +167,8 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
 };
 
 // Named barriers. Those of dQ exist once per warpgroup, which shares them with its reduction warp.
-// kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups by columns.
+// kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups
+// of the backward by columns.
 enum BackwardBarrier : int {
   kDqFull = 1,
   kDqEmpty = 3,

@@ -1,5 +1,5 @@
-// What the three kernels of the backward agree on: query tiles, row statistics and the layout of
-// dq_sum.
+// Definitions that the three kernels of the backward share: query tiles, row statistics and the
+// layout of dq_sum.
 #pragma once
 
 #include "cuda/params.h"
@@ -19,9 +19,9 @@ struct BackwardSums {
 
   // dQ^T = K^T dS^T with 64 columns per warpgroup, or dQ = dS K with 64 rows per warpgroup.
   static constexpr bool kTransposedDq = kQueries != 128;
-  // A tile of dq_sum is the slices of one warp after the other: 16 columns of all rows of the tile
-  // (transposed), or 16 rows of all columns. With g = lane / 4 and t = lane % 4, value e of a
-  // lane's group i of four has the indices
+  // A tile of dq_sum is a sequence of slices, each of which one warp adds: 16 columns of all rows
+  // of the tile (transposed), or 16 rows of all columns. With g = lane / 4 and t = lane % 4, value
+  // e of a lane's group i of four has the indices
   //
   //   16 slice + g + 8 (e / 2)    in the dimension that is cut into slices
   //   8 i + 2 t + e % 2           in the other one

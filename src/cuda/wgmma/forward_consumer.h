@@ -298,7 +298,8 @@ class ForwardConsumer {
     return false;
   }
 
-  // Called by a warp that has no product in flight. With kWide, p is already packed as an operand.
+  // Raises m and rescales o and the weights accordingly. Called by a warp that has no product in
+  // flight. With kWide, the weights are already packed as operands.
   TILEWISE_DEVICE void raise() {
     float factor[2];
     softmax_.raise(factor);

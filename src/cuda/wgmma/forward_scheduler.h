@@ -105,10 +105,10 @@ class ForwardScheduler {
   // because a lane of this warp has few registers.
   TILEWISE_DEVICE bool locate(WorkTile& work_tile, int32_t index) const {
     const bool writes = ptx::lane_index() == 0;
-    const bool shared = !C::kGeneral && index >= p_.num_tiles;
-    if (shared && share_of(index).empty()) return false;
+    const bool is_share = !C::kGeneral && index >= p_.num_tiles;
+    if (is_share && share_of(index).empty()) return false;
     const TileOrder::WorkTile at =
-        p_.order.at(shared ? p_.num_tiles + share_of(index).tile : index);
+        p_.order.at(is_share ? p_.num_tiles + share_of(index).tile : index);
     if (at.sequence < 0) return false;
     if (writes) {
       work_tile.split = at.split;
@@ -119,7 +119,7 @@ class ForwardScheduler {
     ptx::sync_warp();
     if (writes) {
       work_tile.rows = QueryRows::of(p_, work_tile.sequence.band, at.tile, at.head);
-      work_tile.splits = C::kGeneral ? p_.splits_of(work_tile.sequence.band) : shared ? 2 : 1;
+      work_tile.splits = C::kGeneral ? p_.splits_of(work_tile.sequence.band) : is_share ? 2 : 1;
       if (work_tile.split >= work_tile.splits) work_tile.rows.count = 0;
     }
     ptx::sync_warp();
@@ -127,7 +127,7 @@ class ForwardScheduler {
     if (writes) {
       work_tile.tiles = KeyTiles::of(work_tile.sequence.band, work_tile.rows, work_tile.split,
                                      C::kGeneral ? work_tile.splits : 1, C::kForward.keys);
-      if (shared) {
+      if (is_share) {
         const StreamKTail::Share share = share_of(index);
         work_tile.tiles.first = share.begin;
         work_tile.tiles.last = share.end - 1;
