@@ -38,7 +38,7 @@ from .kvcache import (
 # Once this module is imported, attention without an append takes the fast path.
 kvcache._indexed = _plain.indexed
 
-_WIDE = (torch.int64, torch.uint32, torch.uint64)
+_WIDER_THAN_INT32 = (torch.int64, torch.uint32, torch.uint64)
 
 
 def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
@@ -46,7 +46,7 @@ def index_tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
     x = integers(name, x)
     if x is None:
         return None
-    if x.dtype in _WIDE:
+    if x.dtype in _WIDER_THAN_INT32:
         x = x.to(torch.int64).clamp(*_check.INT32)
     return x.to(device=device, dtype=torch.int32).contiguous()
 
@@ -90,7 +90,7 @@ def append(
     new: NewKeys,
     single_position: bool | None = None,
 ) -> tuple[Tensor, Options]:
-    """Writes the new keys; returns q, rotated if there are cosines, and options with all keys.
+    """Writes the new keys; returns q, rotated if rotary tables are given, and options with all keys.
 
     ``check_cache`` must have checked the caches. With single_position, all rows of q are rotated
     at one position; that is the default if neither causal nor a window limits what they see.

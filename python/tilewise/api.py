@@ -145,9 +145,9 @@ def attention_varlen(
         block_table: int32 [batch, width]: entry [b, i] is the page of the keys i * page_size to
             (i + 1) * page_size - 1 of sequence b.
         bias: Broadcastable to [batch, heads_q, rows, keys], with rows and keys counted within a
-            sequence. Each of the two is at least that of the longest sequence, or 1 (on a GPU, 1 key
-            needs max_seqlen_k). A smaller bias is refused on the CPU; on a GPU it is refused if
-            max_seqlen_q or max_seqlen_k exceeds it, or with check=True.
+            sequence. Each of the two is at least that of the longest sequence, or 1 (a single key
+            on a GPU needs max_seqlen_k). A smaller bias is refused on the CPU; on a GPU it is
+            refused if max_seqlen_q or max_seqlen_k exceeds it, or with check=True.
         check: On a GPU, verify the entries of the index tensors before anything is computed, in
             forward and backward. It launches a kernel and waits for it, so the call cannot be
             captured in a CUDA graph. Without it, sequences whose entries are out of range get rows

@@ -231,10 +231,10 @@ def attention_probabilities(q: Tensor, k: Tensor, options: Options, max_seqlen_k
     Returns:
         [B, Hq, Sq, Sk], or packed [Hq, T, max_seqlen_k] with query t in row t, in the dtype of q.
     """
-    uniform = options._replace(scale=0.0, alibi_slopes=None, softcap=0.0)
-    survives = _probe(q, k, uniform, max_seqlen_k) > 0
-    without = options._replace(dropout_p=0.0, dropout_state=None)
-    p = _probe(q, k, without, max_seqlen_k)
+    equal_weights = options._replace(scale=0.0, alibi_slopes=None, softcap=0.0)
+    survives = _probe(q, k, equal_weights, max_seqlen_k) > 0
+    no_dropout = options._replace(dropout_p=0.0, dropout_state=None)
+    p = _probe(q, k, no_dropout, max_seqlen_k)
     return torch.where(survives, p, -p)
 
 

@@ -29,7 +29,7 @@ require("tilewise.integrations.sdpa", "torch")
 
 import torch
 from torch import Tensor
-from torch.nn import attention as _switch
+from torch.nn import attention as _registry
 
 from tilewise import _ops, _torch
 from tilewise._check import MAX_HEAD_DIM
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
-    mask: Tensor | None = None  # added to the scores, or boolean, where True keys are seen
+    mask: Tensor | None = None  # added to the scores, or boolean (True: the key is seen)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _by_heads(x: Tensor) -> bool:
 
 def _stored(rows_first: Tensor, like: Tensor, by_heads: bool) -> Tensor:
     """[batch, rows, heads, columns] as [batch, heads, rows, columns], stored in the order of
-    PyTorch's own results, which compiled graphs rely on. Further rows that `like` has are 0.
+    PyTorch's own results, which compiled graphs rely on. Rows that only `like` has are 0.
     """
     x = rows_first.transpose(1, 2)
     shape = (*like.shape[:3], x.shape[3])
@@ -229,12 +229,12 @@ class _Active:
 
 def register() -> None:
     """Registers "tilewise" for ``activate_flash_attention_impl``."""
-    if not hasattr(_switch, "register_flash_attention_impl"):
+    if not hasattr(_registry, "register_flash_attention_impl"):
         raise ImportError(
             f"PyTorch {torch.__version__} has no registry of flash attention implementations: "
             "2.11 or newer is needed"
         )
-    _switch.register_flash_attention_impl(NAME, register_fn=_Active)
+    _registry.register_flash_attention_impl(NAME, register_fn=_Active)
 
 
 register()

@@ -18,7 +18,7 @@ from ._packing import packed_boundaries
 
 # Arguments that change the result in a way that this function does not support.
 _UNSUPPORTED = ("block_indices", "sinks", "head_mask")
-# All keyword arguments that affect the call; a call without any of them may take the fast path.
+# The keyword arguments that rule out the fast path; position_ids do so only for packed sequences.
 _RELEVANT = frozenset(
     (*_UNSUPPORTED, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices")
 )

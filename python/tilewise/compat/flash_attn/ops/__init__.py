@@ -1,1 +1,1 @@
-"""The rotary embedding of ``flash_attn.ops``, its only operator that attention needs."""
+"""The part of ``flash_attn.ops`` that attention needs: the rotary embedding."""
