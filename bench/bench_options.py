@@ -50,7 +50,7 @@ class Problem:
     peers: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]
 
     def calls(self, direction: str) -> dict[str, Callable[[], Any]]:
-        """Ours and the peers' calls for one direction."""
+        """The calls of Tilewise and of the peers for one direction."""
         if direction == "fwd":
             values = tuple(x.detach() for x in self.leaves)
             ours: Callable[[], Any] = lambda: self.attend(*values)  # noqa: E731
@@ -68,7 +68,7 @@ class Problem:
 
 
 def draw(device: str, *shape: int) -> Tensor:
-    """Standard normal entries in bf16."""
+    """A bf16 tensor with standard normal entries."""
     return torch.randn(*shape, device=device).to(torch.bfloat16)
 
 
@@ -130,8 +130,8 @@ def fa3(name: str, leaves: Any, dout: Tensor, *lengths: Any, **options: Any) -> 
     return {"FA-3": (lambda: result(*plain), backward)}
 
 
-def ragged(device: str, tokens: int, heads: int, dim: int) -> Problem:
-    """Log-normal lengths (median 900, a long tail) that fill `tokens`."""
+def varlen(device: str, tokens: int, heads: int, dim: int) -> Problem:
+    """Sequences of log-normal lengths (median 900, a long tail) with `tokens` rows in all."""
     generator = torch.Generator().manual_seed(tokens)
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
@@ -194,7 +194,7 @@ def others(device: str, scale: int) -> Iterator[Problem]:
     yield dense("window 1024 of 16k", device, 1, rows, 16, 16, 128, flop_share=share,
                 window=(window - 1, 0))  # fmt: skip
     for tokens in (16384, 65536):
-        yield ragged(device, tokens // scale, 16, 128)
+        yield varlen(device, tokens // scale, 16, 128)
     for length in (65536, 131072):
         yield dense(f"long context {length // 1024}k", device, 1, length // scale, 4, 4, 128,
                     peer=True)  # fmt: skip
@@ -217,7 +217,7 @@ def measure(
     problem: Problem, plain: Problem | None, direction: str, clock: gpu_timing.Clock, rounds: int
 ) -> dict[str, Any]:
     """Speeds of one problem in one direction, and their fraction of the speed of `plain`, which
-    alternates with it: clocks drift by more than the margin of a bar.
+    alternates with it, because clocks drift by more than the margin of a target.
     """
     all_calls = problem.calls(direction)
     if plain is not None:
@@ -238,7 +238,7 @@ def measure(
 
 
 def show(rows: list[dict[str, Any]]) -> list[str]:
-    """Prints the table; returns the names of the problems below their bar."""
+    """Prints the table; returns the names of the problems below their target."""
     lines, missed = [], []
     for r in rows:
         ours = r["tflops"].get("tilewise", math.nan)
@@ -272,17 +272,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu tests the script itself, on small problems")  # fmt: skip
-    asked = parser.parse_args(arguments)
-    scale = 1 if asked.device == "cuda" else 64
-    clock = gpu_timing.Clock(asked.device)
+    given = parser.parse_args(arguments)
+    scale = 1 if given.device == "cuda" else 64
+    clock = gpu_timing.Clock(given.device)
     rows = []
     with Progress(2 * 23, "problems") as bar:
         for of_options, problems in ((True, options), (False, others)):
             plain: Problem | None = None
-            for problem in problems(asked.device, scale):
+            for problem in problems(given.device, scale):
                 for direction in ("fwd", "bwd"):
-                    if asked.filter in problem.name:
-                        rows.append(measure(problem, plain, direction, clock, asked.rounds))
+                    if given.filter in problem.name:
+                        rows.append(measure(problem, plain, direction, clock, given.rounds))
                     bar.update(point=problem.name)
                 if of_options and plain is None:
                     plain = problem
@@ -291,11 +291,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     for r in rows:
         for name, why in r["left_out"].items():
             print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
-    print(f"below their bar: {'; '.join(missed) or 'none'}")
-    if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": bench_gpu.machine(asked.device), "rows": rows}
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"below their target: {'; '.join(missed) or 'none'}")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": bench_gpu.machine(given.device), "rows": rows}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

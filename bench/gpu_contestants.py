@@ -44,7 +44,7 @@ Call = Callable[[], dict[str, Tensor]]
 
 
 def draw(case: Case, device: str) -> Inputs:
-    """Standard normal entries."""
+    """Draws tensors with standard normal entries."""
     generator = torch.Generator(device).manual_seed(case.seqlen + case.head_dim)
 
     def rows(heads: int) -> Tensor:

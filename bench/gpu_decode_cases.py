@@ -103,7 +103,7 @@ class Inputs:
 
 
 def draw(case: Case, device: str) -> Inputs:
-    """Draws tensors with standard normal entries."""
+    """Draws the inputs, with standard normal entries."""
     generator = torch.Generator(device).manual_seed(case.keys + case.batch)
 
     def normal(*shape: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Timing on a GPU: warm, in alternating rounds, with the L2 cache flushed, by CUDA events;
-medians.
+"""Timing on a GPU: medians of CUDA events, in alternating rounds after a warm-up, with the L2 cache
+flushed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Timing:
 
 
 class Clock:
-    """Times calls on a device. On the CPU, where only the script itself is tested, by wall
-    clock.
+    """Times calls on a device: by events on a GPU, and by wall clock on the CPU, where only the
+    script itself is tested.
     """
 
     def __init__(self, device: str) -> None:

@@ -4,8 +4,8 @@
 
 For fp32, bf16 and fp16, output and gradients, it prints the largest difference from the same
 formula in double precision, relative to the largest magnitude. "naive" is softmax(q k^T) v in
-PyTorch in the same dtype. The allowed error is twice (output) or three times (gradients) that of
-naive attention, and in fp32 at least 1e-6.
+PyTorch in the same dtype, "tiled" is Tilewise. The allowed error is twice (output) or three times
+(gradients) that of naive attention, and in fp32 at least 1e-6.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def on_device(device: str) -> list[dict[str, Any]]:
             ]
             for row in table
         ]
-        head = ["dtype", "", "ours vs fp64", "naive vs fp64", "ours vs naive", "allowed", ""]
+        head = ["dtype", "", "tiled vs fp64", "naive vs fp64", "tiled vs naive", "allowed", ""]
         tables.show(head, lines, left=(0, 1, 6))
         print(flush=True)
     return rows

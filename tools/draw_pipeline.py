@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "hopper-forward.svg"
+FIGURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "hopper-forward.svg"
 
 UNIT = 11  # pixels of a time step; a product takes 4
 ROW = 46
@@ -142,11 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Draws the pipeline of the Hopper forward.")
     parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
     if parser.parse_args().check:
-        same = PAGE.is_file() and PAGE.read_text() == drawing()
+        same = FIGURE.is_file() and FIGURE.read_text() == drawing()
         if not same:
-            print(f"{PAGE.name}: not what tools/draw_pipeline.py writes; run `make results`")
+            print(f"{FIGURE.name}: not what tools/draw_pipeline.py writes; run `make results`")
         return 0 if same else 1
-    PAGE.write_text(drawing())
+    FIGURE.write_text(drawing())
     return 0
 
 

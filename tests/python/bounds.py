@@ -3,8 +3,8 @@
 fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the
 error of plain eager PyTorch in the same dtype on the same inputs. All bounds except that of the
 fp32 forward add a small absolute term that matters only where the comparison itself is undefined:
-where the exact result cancels (with one key, dq is exactly 0) or where the yardstick happens to be
-exact. The term is a few units of rounding of the summed terms, whose size the oracle reports.
+where the exact result cancels (with one key, dq is exactly 0) or where PyTorch's result happens to
+be exact. The term is a few units of rounding of the summed terms, whose size the oracle reports.
 
 The bound of the fp32 forward has a floor instead, and no absolute term. An element of out is the
 sum of p_ij v_j over the keys, and the relative error of p_ij is the absolute error of its score.
@@ -33,7 +33,7 @@ FP32_OUT_UNITS = 12.0
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 LSE_LOW = 1e-4  # lse is fp32 for every input dtype and must not depend on it
 
-Yard = dict[str, float] | None
+Yard = dict[str, float] | None  # the error of plain PyTorch per tensor; None: bounds of fp32
 
 # Largest error / bound seen per (dtype, tensor), which calibrating runs read to see the headroom.
 worst: dict[tuple[str, str], float] = {}
@@ -71,9 +71,9 @@ def check_out(got: np.ndarray, want: oracle.Result, dtype: str, yard: Yard, wher
 
 
 def check_lse(got: np.ndarray, want: np.ndarray, dtype: str, yard: Yard, where: str) -> None:
-    blind = np.isneginf(want)
-    assert np.array_equal(np.isneginf(got), blind), f"lse: -inf at the wrong rows\n{where}"
-    got, want = np.where(blind, 0, got), np.where(blind, 0, want)
+    no_keys = np.isneginf(want)
+    assert np.array_equal(np.isneginf(got), no_keys), f"lse: -inf at the wrong rows\n{where}"
+    got, want = np.where(no_keys, 0, got), np.where(no_keys, 0, want)
     relative = FP32_RELATIVE if yard is None else LSE_LOW
     _compare("lse", got, want, dtype, relative * max(1.0, largest(want)), where)
 
@@ -120,7 +120,7 @@ def fp32_rounding(b: Built) -> float:
 def check_gradients(
     got: dict[str, np.ndarray], want: oracle.Result, b: Built, yard: Yard, where: str
 ) -> None:
-    """Every gradient that the case asked for."""
+    """Checks every gradient in ``got``."""
     dtype, unit = b.case.dtype, UNIT[b.case.dtype]
     sizes = sizes_of(b, want)
     exact = {

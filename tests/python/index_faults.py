@@ -43,7 +43,7 @@ def last_error() -> IndexError | None:
 
 
 def random_case(seed: int, dtype: str) -> Case:
-    """Decoding or prefill with dense, ragged or paged keys, with every kind of index array."""
+    """Decoding or prefill with dense, varlen or paged keys, with every kind of index array."""
     r = np.random.default_rng([seed, 1])
     batch = int(r.integers(1, 5))
     varlen_q, varlen_k = bool(r.integers(2)), bool(r.integers(3) == 0)
@@ -53,8 +53,8 @@ def random_case(seed: int, dtype: str) -> Case:
     if r.integers(4) == 0:
         max_rows, max_keys = 9, 20
 
-    def lengths(ragged: bool, most: int) -> tuple[int, ...]:
-        if ragged:
+    def lengths(varlen: bool, most: int) -> tuple[int, ...]:
+        if varlen:
             return tuple(int(n) for n in r.integers(0, most + 1, batch))
         return (int(r.integers(1, most + 1)),) * batch
 

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts our attention like PyTorch's own, on every path of a call."""
+"""FlopCounterMode counts Tilewise's attention like PyTorch's own, on every path of a call."""
 
 from __future__ import annotations
 

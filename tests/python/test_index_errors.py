@@ -198,7 +198,7 @@ PAGED = Case(
     dtype="bf16", rows=(1, 1), keys=(64, 64), used_k=(40, 9), page_size=16, heads_kv=1, group=2,
     head_dim=64, head_dim_v=64, seed=3,
 )  # fmt: skip
-RAGGED = Case(
+VARLEN = Case(
     dtype="bf16", rows=(5, 3, 4), keys=(9, 5, 7), varlen_q=True, varlen_k=True, head_dim=64,
     head_dim_v=64, seed=4,
 )  # fmt: skip
@@ -209,11 +209,11 @@ SINGLE = [
     (PAGED, "seqused_k", (1,), 65),
     (PAGED, "seqused_k", (0,), -3),
     (PAGED, "seqused_k", (0,), HIGH),
-    (RAGGED, "cu_seqlens_q", (3,), 13),
-    (RAGGED, "cu_seqlens_q", (1,), -5),
-    (RAGGED, "cu_seqlens_q", (2,), 2),
-    (RAGGED, "cu_seqlens_k", (3,), HIGH),
-    (RAGGED, "cu_seqlens_k", (2,), 3),
+    (VARLEN, "cu_seqlens_q", (3,), 13),
+    (VARLEN, "cu_seqlens_q", (1,), -5),
+    (VARLEN, "cu_seqlens_q", (2,), 2),
+    (VARLEN, "cu_seqlens_k", (3,), HIGH),
+    (VARLEN, "cu_seqlens_k", (2,), 3),
     (dataclasses.replace(PAGED, page_size=0, kv_idx=(1, 2)), "kv_batch_idx", (1,), 3),
     (dataclasses.replace(PAGED, leftpad=(3, 4)), "leftpad_k", (0,), -2),
     (dataclasses.replace(PAGED, used_q=(1, 1)), "seqused_q", (1,), 2),

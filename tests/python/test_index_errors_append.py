@@ -33,7 +33,7 @@ def appending(seed: int, dtype: torch.dtype) -> Appending:
     r = np.random.default_rng([seed, 3])
     batch, heads, dim = int(r.integers(1, 4)), int(r.integers(1, 3)), 32
     capacity, page_size = int(r.integers(8, 40)), int(r.choice([0, 0, 1, 4, 16]))
-    ragged, rotary = bool(r.integers(2)), bool(r.integers(4))
+    varlen, rotary = bool(r.integers(2)), bool(r.integers(4))
     new, rows = int(r.integers(1, 5)), int(r.integers(1, 5))
     width = -(-capacity // page_size) if page_size else 0
     pages = batch * width + 2
@@ -48,12 +48,12 @@ def appending(seed: int, dtype: torch.dtype) -> Appending:
         values["block_table"] = r.permutation(pages)[: batch * width].reshape(batch, width)
     elif r.integers(2):
         values["kv_batch_idx"] = r.permutation(batch + 1)[:batch]
-    if ragged:
+    if varlen:
         values["cu_seqlens_new"] = np.array(offsets((new,) * batch))
         values["cu_seqlens_q"] = np.array(offsets((rows,) * batch))
     kv_batch = batch + 1 if "kv_batch_idx" in values else batch
     lead = (pages, page_size) if page_size else (kv_batch, capacity)
-    flat_or_not = lambda n: (batch * n,) if ragged else (batch, n)  # noqa: E731
+    flat_or_not = lambda n: (batch * n,) if varlen else (batch, n)  # noqa: E731
     shapes = {
         "q": (*flat_or_not(rows), heads, dim), "q_out": (*flat_or_not(rows), heads, dim),
         "k_new": (*flat_or_not(new), heads, dim), "v_new": (*flat_or_not(new), heads, dim),
@@ -69,14 +69,14 @@ def appending(seed: int, dtype: torch.dtype) -> Appending:
     a = capi.KvAppend(
         struct_size=ctypes.sizeof(capi.KvAppend), device=devices.current().code,
         device_index=devices.current().index, dtype=capi.DTYPE_CODES[dtype], batch=batch,
-        seqlen_q=batch * rows if ragged else rows, seqlen_new=batch * new if ragged else new,
+        seqlen_q=batch * rows if varlen else rows, seqlen_new=batch * new if varlen else new,
         seqlen_k=0 if page_size else capacity, heads_q=heads, heads_kv=heads, head_dim=dim,
         head_dim_v=dim, page_size=page_size, pages=pages if page_size else 0,
         block_table_width=width, block_table_stride=width, kv_batch=kv_batch, rotary_rows=tables,
         rotary_dim=dim, stream=devices.current().stream,
     )  # fmt: skip
     for name in ("q", "q_out", "k_new", "v_new"):
-        setattr(a, name, capi.tensor(buffers[name].view, batched=not ragged))
+        setattr(a, name, capi.tensor(buffers[name].view, batched=not varlen))
     for name in ("k_cache", "v_cache"):
         setattr(a, name, capi.tensor(buffers[name].view))
     if rotary:

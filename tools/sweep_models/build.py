@@ -77,7 +77,7 @@ def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Bu
         first = first or built
         if "out of memory" in str(built) or "allocate" in str(built):
             break
-    for candidate in pictures.candidates(model, inputs.text_beside_pictures(model)):
+    for candidate in pictures.candidates(model, inputs.text_input_names(model)):
         built = _attempt(_run, model, candidate, level)
         if isinstance(built, Built):
             return built

@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass
 class Recipe:
-    """A way to make inputs for a model, repeatable with other sizes and draws."""
+    """A way to make inputs for a model, which can be repeated with other sizes and seeds."""
 
     model: Any
     names: tuple[str, ...]
@@ -98,7 +98,7 @@ def recipes(model: Any) -> Iterator[Recipe]:
         yield Recipe(model, tuple(dict.fromkeys(full)), variant)
 
 
-def text_beside_pictures(model: Any) -> tuple[str, ...]:
+def text_input_names(model: Any) -> tuple[str, ...]:
     """The text inputs of a model that does not run without an image."""
     taken = inspect.signature(model.forward).parameters
     return tuple(name for name in ("input_ids", "attention_mask", "qformer_input_ids")
@@ -106,7 +106,7 @@ def text_beside_pictures(model: Any) -> tuple[str, ...]:
 
 
 def end_of_sequence(config: Any) -> int:
-    """The token with which every sequence ends: some models pool it, or count it."""
+    """The token with which every sequence ends, because some models pool or count it."""
     end = find(config, "eos_token_id", default=1)
     end = end[0] if isinstance(end, list | tuple) else end
     size = find(_text(config), "vocab_size", default=128)
