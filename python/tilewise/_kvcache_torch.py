@@ -90,7 +90,7 @@ def append(
     new: NewKeys,
     single_position: bool | None = None,
 ) -> tuple[Tensor, Options]:
-    """Writes the new keys; returns q, rotated if rotary tables are given, and options with all keys.
+    """Writes the new keys; returns q, rotated if there are tables, and options with all keys.
 
     ``check_cache`` must have checked the caches. With single_position, all rows of q are rotated
     at one position; that is the default if neither causal nor a window limits what they see.
