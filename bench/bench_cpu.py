@@ -1,7 +1,7 @@
 """Attention on this machine's cores: Tilewise and PyTorch's scaled_dot_product_attention.
 
 Both run on the same threads of the same process, in alternating rounds. The table shows GFLOP/s,
-their ratio, the fraction of the machine's measured peak, and whether the ratio meets its bar.
+their ratio, the fraction of the machine's measured peak, and whether the ratio meets its target.
 
   python bench/bench_cpu.py                       the whole grid (about 13 minutes on two cores)
   python bench/bench_cpu.py --quick               no N = 8192, shorter repetitions (3 minutes)
@@ -47,7 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--strict", action="store_true", help="exit status 1 when a bar is missed")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit status 1 when a target is missed"
+    )
     options = parser.parse_args(arguments)
     if options.threads < 0:
         parser.error(f"--threads is {options.threads}, must be at least 1 (or 0: all cores)")
@@ -162,7 +164,7 @@ def measure_decode(case: cases.Decode, seconds: float, total_bytes: int) -> dict
 
     def read(_: int) -> None:
         for cache in next(caches):
-            cache.view(torch.float32).sum()  # of whatever the bits represent
+            cache.view(torch.float32).sum()  # reads the bytes; the value does not matter
 
     with torch.no_grad():
         timings = interleave(

@@ -12,7 +12,7 @@ HEAD_DIMS = (64, 128)
 HEADS = 8
 
 # PyTorch skips masked keys only in blocks of 512, so at N = 512 its causal attention does as much
-# work as the full one. Ours skips them in every dtype.
+# work as the full one. Tilewise skips them at every length.
 SHORT_CAUSAL_BAR = 1.8
 # Decoding reads every key and value once: the bar is this fraction of the speed of a plain read.
 DECODE_BAR = 0.9

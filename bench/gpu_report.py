@@ -1,4 +1,4 @@
-"""The output of a GPU benchmark: lines per point, the bars, the plot."""
+"""The output of a GPU benchmark: a line per point, the targets ("bars"), the plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_row(
     left_out: dict[str, str],
     kernel: dict[str, Any],
 ) -> dict[str, Any]:
-    """One result: TFLOP/s of all contestants, our ratios to the peers, errors, the bar."""
+    """One result: TFLOP/s of all contestants, ratios to the peers, errors, the target."""
     row: dict[str, Any] = {**case.to_json(), "kernel": kernel, "left_out": left_out}
     row["tflops"] = {n: case.flop / t.median / 1e9 for n, t in timings.items()}
     row["milliseconds"] = {n: t.median for n, t in timings.items()}
@@ -75,7 +75,7 @@ def power_line(row: dict[str, Any]) -> str:
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether our error is finite and, where a peer ran, comparable to the best peer's."""
+    """Whether Tilewise's error is finite and, where a peer ran, comparable to the best peer's."""
     errors = dict(row["largest_error"])
     ours, _ = errors.pop("tilewise"), errors.pop("tilewise-tf32", None)
     return math.isfinite(ours) and (not errors or ours <= WRONG * min(errors.values()))
@@ -173,8 +173,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def largest_spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For ours and for the peers: the largest distance between quartiles, relative to the
-    median.
+    """The largest distance between quartiles, relative to the median: of Tilewise ("ours") and of
+    the peers.
     """
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

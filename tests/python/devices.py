@@ -224,10 +224,10 @@ def missing() -> dict[str, str]:
 @functools.cache
 def selected() -> tuple[str, ...]:
     """Devices of this run, in order."""
-    asked = os.environ.get("TILEWISE_TEST_DEVICES", "")
-    if not asked:
+    chosen = os.environ.get("TILEWISE_TEST_DEVICES", "")
+    if not chosen:
         return tuple(name for name in ALL if name not in missing())
-    names = tuple(name.strip() for name in asked.split(",") if name.strip())
+    names = tuple(name.strip() for name in chosen.split(",") if name.strip())
     for name in names:
         if name not in ALL:
             raise ValueError(f"TILEWISE_TEST_DEVICES names {name!r}, not one of {', '.join(ALL)}")

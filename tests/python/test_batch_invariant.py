@@ -68,7 +68,7 @@ def compare(whole: Built, got: Outcome, i: int, b: Built, one: Outcome, where: s
 
 
 def check(case: Case, spare_keys: int = 0) -> int:
-    """Compare every sequence in the batch with itself outside of it; returns the batch's splits."""
+    """Compares every sequence with the same one computed alone; returns the batch's splits."""
     backward = not case.page_size and case.kv_idx is None
     whole = build(case)
     splits = 0

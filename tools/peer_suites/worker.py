@@ -24,7 +24,7 @@ class Settings(NamedTuple):
 
     file: str
     device: str
-    largest: int  # integer arguments of a case are at most this, or 0
+    largest: int  # cases with a larger integer argument are deselected; 0: none
     memory: float  # fraction of the GPU's memory that the process may use
 
 
@@ -57,7 +57,7 @@ def serve(connection: Connection, settings: Settings) -> None:
 
 
 def _load(settings: Settings) -> Any:
-    """The test module, whose imports of the other packages resolve to ours."""
+    """The test module, whose imports of FlashAttention resolve to tilewise.compat."""
     import torch
 
     if settings.device == "cpu":
