@@ -26,8 +26,8 @@ using OptionalTensor = std::optional<Tensor>;
 // std::invalid_argument reaches Python as ValueError, std::runtime_error as RuntimeError.
 [[noreturn]] void invalid(const std::string& sentence);
 
-// While it lives, conversions round to nearest, whatever the caller has set: numbers arrive as
-// double and become float.
+// For its lifetime floating-point conversions round to nearest, whatever the caller has set:
+// numbers arrive as double and become float.
 class RoundToNearest {
  public:
   RoundToNearest() : found_(std::fegetround()) {
@@ -73,8 +73,8 @@ int64_t stride_of(const Tensor& tensor, int64_t dim);
 // The view of a tensor [batch, row, head, column] or, with three dimensions, [row, head, column].
 tilewise_tensor view_of(const Tensor& tensor, const char* name);
 
-// The pointer of a dense vector, or null if it is not given. Checks dtype, place, shape and
-// density.
+// The data of a contiguous vector, or null if it is not given. Checks its device, dtype, shape and
+// contiguity.
 const int32_t* int32_vector(const OptionalTensor& tensor, const char* name, int64_t size,
                             const Place& place);
 const float* float_vector(const OptionalTensor& tensor, const char* name, int64_t size,

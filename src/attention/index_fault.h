@@ -1,5 +1,5 @@
 // Invalid entries of index arrays. The kernels, the check on a GPU and the validation on the CPU
-// all find faults by these functions, so they agree on what is invalid.
+// all use these functions, so they agree on what is invalid.
 #pragma once
 
 #include "attention/problem.h"

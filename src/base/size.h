@@ -1,4 +1,4 @@
-// Products of sizes from callers. Each size has been checked, their product has not.
+// Products of sizes from callers. Each size has been checked, but their product has not.
 #pragma once
 
 #include "base/math.h"
@@ -11,8 +11,8 @@ class Size {
  public:
   static constexpr int64_t kMax = int64_t{1} << 62;
 
-  TILEWISE_FN constexpr Size(int64_t value)
-      : value_(min(value, kMax)) {}  // implicit: it replaces a number
+  // Implicit, so that factors and terms can be plain integers.
+  TILEWISE_FN constexpr Size(int64_t value) : value_(min(value, kMax)) {}
 
   TILEWISE_FN constexpr int64_t value() const { return value_; }
   TILEWISE_FN constexpr bool fits() const { return value_ < kMax; }

@@ -14,9 +14,9 @@ namespace {
 tilewise_gpu_info describe_gpu(int32_t index) {
   std::string why;
   const int32_t gpus = cuda::gpu_count(&why);
-  if (gpus == 0 && cuda::registry().code.empty()) {  // the machine may have one all the same
+  if (gpus == 0 && cuda::registry().code.empty()) {  // a library without CUDA code looks for none
     capi::refuse(TILEWISE_UNSUPPORTED, "no GPU is used: ", why,
-                 "; for a library that uses it, build where nvcc is installed: pip install . "
+                 "; for a library that uses GPUs, build where nvcc is installed: pip install . "
                  "-Ccmake.define.TILEWISE_CUDA=ON, or cmake -DTILEWISE_CUDA=ON");
   }
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);

@@ -1,4 +1,5 @@
-// Refusing a call: a check throws one sentence, the boundary catches it.
+// How a call is rejected: a check throws an exception with one sentence, which the entry point
+// turns into a status and the last error.
 #pragma once
 
 #include <sstream>

@@ -89,8 +89,7 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
           Access::write};
 }
 
-// Checks the pointer first: the strides of a missing output are 0, and refusing them would not name
-// the cause.
+// The pointer first: a missing output has strides 0 and must not be reported as overlapping.
 void check_view(const View& view) {
   check_data(view);
   check_layout(view);

@@ -140,7 +140,8 @@ void check_views(const Problem& p, int32_t pass, Contents contents) {
       keys_view("v", p.v, p, p.head_dim_v),
       rows_view("out", p.out, p, p.head_dim_v, backward ? Access::read : Access::write),
   };
-  for (const View& view : views) {  // a missing tensor must not pass as one with strides 0
+  for (const View& view : views) {
+    // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
     if (contents != Contents::unread) check_data(view);
     check_layout(view);
   }
@@ -206,8 +207,8 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   if (p.kv_float8 != 0 && pass == TILEWISE_PASS_BACKWARD) {
     refuse(
         TILEWISE_UNSUPPORTED,
-        "backward with kv_float8: keys and values of float8_e4m3 have a forward only; k and v in "
-        "the dtype of q are allowed");
+        "backward with kv_float8: only the forward supports keys and values of float8_e4m3; k and "
+        "v in the dtype of q are allowed");
   }
   check_bounds(p);
   check_views(p, pass, contents);

@@ -34,8 +34,8 @@ void check_query_entries(const Problem& p) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.seqlen_q, "seqlen_q");
   }
   // Without an array all sequences have the same length.
-  const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
-  const int64_t sequences = alike ? min<int64_t>(p.batch, 1) : p.batch;
+  const bool uniform = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+  const int64_t sequences = uniform ? min<int64_t>(p.batch, 1) : p.batch;
   for (int64_t b = 0; b < sequences; ++b) {
     const int64_t rows = query_rows(p, b).size();
     if (p.seqused_q != nullptr) {
@@ -55,9 +55,9 @@ void check_key_entries(const Problem& p) {
                      paged ? p.batch * key_capacity(p) : p.seqlen_k,
                      paged ? "batch * block_table_width * page_size" : "seqlen_k");
   }
-  const bool alike = p.cu_seqlens_k == nullptr && p.seqused_k == nullptr &&
-                     p.leftpad_k == nullptr && p.block_table == nullptr;
-  const int64_t sequences = alike ? min<int64_t>(p.batch, 1) : p.batch;
+  const bool uniform = p.cu_seqlens_k == nullptr && p.seqused_k == nullptr &&
+                       p.leftpad_k == nullptr && p.block_table == nullptr;
+  const int64_t sequences = uniform ? min<int64_t>(p.batch, 1) : p.batch;
   for (int64_t b = 0; b < sequences; ++b) {
     const int64_t capacity = capacity_of(p, b);
     if (p.seqused_k != nullptr) {

@@ -52,9 +52,10 @@ void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
 }
 
 void check_dbias_extent(const Gradients& g, const Problem& p) {
-  const bool alike = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr &&
-                     p.cu_seqlens_k == nullptr && p.seqused_k == nullptr && p.leftpad_k == nullptr;
-  if (g.dbias == nullptr || alike) return;  // check_dbias has compared the sizes
+  const bool uniform = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr &&
+                       p.cu_seqlens_k == nullptr && p.seqused_k == nullptr &&
+                       p.leftpad_k == nullptr;
+  if (g.dbias == nullptr || uniform) return;  // check_dbias has compared the sizes
   for (int64_t b = 0; b < p.batch; ++b) {
     const Band band = sequence_of(p, b).band;
     if (band.rows == 0) continue;

@@ -1,6 +1,6 @@
 // What tilewise_append_kv writes, on random problems: every element of the caches and of q_out is
 // predicted from the definition. Buffers have exactly the required size, so that sanitizers detect
-// accesses outside.
+// accesses outside of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -176,10 +176,10 @@ struct Case {
     return second ? other * s + own * c : own * c - other * s;
   }
 
-  int64_t cache_row(int64_t b, int64_t slot) const {
-    if (!paged) return (a.kv_batch_idx ? index[static_cast<size_t>(b)] : b) * a.seqlen_k + slot;
-    const int64_t entry = b * a.block_table_stride + slot / a.page_size;
-    return table[static_cast<size_t>(entry)] * a.page_size + slot % a.page_size;
+  int64_t cache_row(int64_t b, int64_t position) const {
+    if (!paged) return (a.kv_batch_idx ? index[static_cast<size_t>(b)] : b) * a.seqlen_k + position;
+    const int64_t entry = b * a.block_table_stride + position / a.page_size;
+    return table[static_cast<size_t>(entry)] * a.page_size + position % a.page_size;
   }
 };
 

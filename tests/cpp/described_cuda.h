@@ -103,8 +103,8 @@ struct DescribedBuild {
   std::vector<cuda::Code> code;
   cuda::Registry registry;
 
-  // `code_inside` determines the tables whose kernel sets are in the build; 0 is simt.
-  explicit DescribedBuild(std::vector<cuda::Code> code_inside) : code(std::move(code_inside)) {
+  // The build has the kernel sets of the tile tables in `code_in_build`; table 0 is simt.
+  explicit DescribedBuild(std::vector<cuda::Code> code_in_build) : code(std::move(code_in_build)) {
     cuda::for_each_instance([&](const cuda::KernelInstance& instance) {
       kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(instance)));
       const int32_t table = kernel_sets.back()->architecture;

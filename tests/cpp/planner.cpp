@@ -242,7 +242,7 @@ TEST(Planner, LargestValidSizesDoNotWrap) {
   }
 }
 
-TEST(Planner, FollowsNoPointer) {
+TEST(Planner, DereferencesNoPointer) {
   Problem p = problem(TILEWISE_FLOAT32, 3);
   const Gradients gradients{};
   const auto nowhere = reinterpret_cast<const int32_t*>(uintptr_t{64});

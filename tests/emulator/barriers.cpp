@@ -50,7 +50,7 @@ void MemoryBarriers::init(uint32_t address, int arrivals) {
   Block& block_ = block();
   block_.clocks().activate();
   if (arrivals < 1 || arrivals > kMaxArrivals) {
-    fault(text("mbarrier_init with %d arrivals: 1 to %d", arrivals, kMaxArrivals));
+    fault(text("mbarrier_init with %d arrivals: it must be 1 to %d", arrivals, kMaxArrivals));
   }
   for (const Barrier& b : barriers_) {
     if (b.address == address) {
@@ -70,7 +70,8 @@ void MemoryBarriers::init(uint32_t address, int arrivals) {
 
 void MemoryBarriers::check_bytes(const Barrier& b) const {
   if (b.bytes > kMaxBytes || b.bytes < -kMaxBytes) {
-    fault(text("%s: more bytes than it can count", describe(index_of(b)).c_str()));
+    fault(text("%s: more bytes are expected than an mbarrier can count",
+               describe(index_of(b)).c_str()));
   }
   if (b.pending == 0 && b.in_flight > b.bytes) {
     fault(text("%s: copies deliver %lld bytes more than were expected",
@@ -213,10 +214,13 @@ bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
   Block& block_ = block();
   block_.clocks().activate();
   const char* what = wait ? "bar_sync" : "bar_arrive";
-  if (barrier < 1 || barrier >= kCount) fault(text("%s of barrier %d: 1 to 15", what, barrier));
+  if (barrier < 1 || barrier >= kCount)
+    fault(text("%s of barrier %d: it must be 1 to 15", what, barrier));
   if (threads < kLanes || threads % kLanes != 0 || threads > block_.launch().threads) {
-    fault(text("%s of barrier %d with %d threads: whole warps, at most the %d of the block", what,
-               barrier, threads, block_.launch().threads));
+    fault(
+        text("%s of barrier %d with %d threads: it must be whole warps, at most the %d threads of "
+             "the block",
+             what, barrier, threads, block_.launch().threads));
   }
   Barrier& b = barriers_[static_cast<size_t>(barrier)];
   if (b.arrived == 0) {
@@ -266,7 +270,7 @@ void Registers::check(int count, const char* what) const {
   constexpr int kLeast = 24;
   constexpr int kMost = 256;
   if (count < kLeast || count > kMost || count % 8 != 0) {
-    fault(text("%s to %d registers: 24 to 256 in steps of 8", what, count));
+    fault(text("%s to %d registers: it must be 24 to 256 in steps of 8", what, count));
   }
 }
 
@@ -284,7 +288,7 @@ void Registers::increase(int count) {
   check(count, "setmaxnreg_inc");
   const int warp = block_.warp_of_block();
   if (per_warp_[static_cast<size_t>(warp)] > count) {
-    fault(text("setmaxnreg_inc to %d registers: the warp has %d", count,
+    fault(text("setmaxnreg_inc to %d registers: the warp already has %d", count,
                per_warp_[static_cast<size_t>(warp)]));
   }
   struct None {
@@ -303,7 +307,8 @@ void Registers::decrease(int count) {
   } call;
   block_.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
     int& own = per_warp_[static_cast<size_t>(block_.warp_of_block())];
-    if (own < count) fault(text("setmaxnreg_dec to %d registers: the warp has %d", count, own));
+    if (own < count)
+      fault(text("setmaxnreg_dec to %d registers: the warp has only %d", count, own));
     free_ += own - count;
     own = count;
     for (const int thread : waiting_) block_.wake(thread);

@@ -96,7 +96,7 @@ TEST(Mbarrier, Misuse) {
                          init(0, 32);
                          ptx::mbarrier_arrive_expect_tx(byte(0), 1 << 19);
                        }),
-              "more bytes than it can count");
+              "more bytes are expected than an mbarrier can count");
   expect_part(fault_of(1, 32, 64,
                        [] {
                          init(0, 1);
@@ -281,9 +281,11 @@ TEST(NamedBarrier, OrdersItsParticipants) {
 }
 
 TEST(NamedBarrier, Misuse) {
-  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(0, 64); }), "bar_sync of barrier 0: 1 to 15");
+  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(0, 64); }),
+              "bar_sync of barrier 0: it must be 1 to 15");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_arrive(16, 64); }), "bar_arrive of barrier 16");
-  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 48); }), "with 48 threads: whole warps");
+  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 48); }),
+              "with 48 threads: it must be whole warps");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 96); }), "at most the 64 of the block");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, ptx::warp_index() == 0 ? 64 : 32); }),
               "with 32 threads, but others use it with 64");
@@ -307,8 +309,10 @@ TEST(Registers, Pool) {
   const std::string message = move_registers<32, 240>();
   expect_part(message, "deadlock");
   expect_part(message, "lanes 0-31 setmaxnreg_inc to 240 (");
-  expect_part((move_registers<176, 240>()), "setmaxnreg_dec to 176 registers: the warp has 168");
-  expect_part((move_registers<24, 160>()), "setmaxnreg_inc to 160 registers: the warp has 168");
+  expect_part((move_registers<176, 240>()),
+              "setmaxnreg_dec to 176 registers: the warp has only 168");
+  expect_part((move_registers<24, 160>()),
+              "setmaxnreg_inc to 160 registers: the warp already has 168");
   expect_part((move_registers<20, 240>()), "24 to 256 in steps of 8");
   expect_part((move_registers<24, 168>(false)),
               "warp 0 with 24 registers and warp 2 of its warpgroup with 168");

@@ -16,20 +16,20 @@ constexpr int kChunkBytes = 16;
 struct Box {
   TensorMapShape shape;
   uint32_t shared;
-  int64_t column, row, head, slot;
+  int64_t column, row, head, batch;
 
   int bytes() const { return shape.box_rows * kRowBytes; }
 };
 
 bool aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-Box box_of(const TensorMap& map, uint32_t shared, int column, int row, int head, int slot,
+Box box_of(const TensorMap& map, uint32_t shared, int column, int row, int head, int batch,
            const char* what) {
   constexpr int kSharedAlignment = 128;
   if (!aligned(&map, alignof(TensorMap)) || map.opaque[15] != kEncoded) {
     fault(text("%s: no tensor map at %p", what, static_cast<const void*>(&map)));
   }
-  Box box{{}, shared, column, row, head, slot};
+  Box box{{}, shared, column, row, head, batch};
   std::memcpy(&box.shape, map.opaque, sizeof(box.shape));
   if (shared % kSharedAlignment != 0) {
     fault(text("%s at byte %d of shared memory: not 128-byte aligned", what,
@@ -46,9 +46,9 @@ void for_each_chunk(const Box& box, Visit visit) {
   const int element_bytes = s.element_bytes;
   const int chunk_elements = kChunkBytes / element_bytes;
   const auto inside = [](int64_t i, int64_t size) { return i >= 0 && i < size; };
-  const bool head_exists = inside(box.head, s.heads) && inside(box.slot, s.batches);
+  const bool head_exists = inside(box.head, s.heads) && inside(box.batch, s.batches);
   const char* head = static_cast<const char*>(s.data) +
-                     (box.head * s.stride_head + box.slot * s.stride_batch) * element_bytes;
+                     (box.head * s.stride_head + box.batch * s.stride_batch) * element_bytes;
   for (int row = 0; row < s.box_rows; ++row) {
     const bool row_exists = head_exists && inside(box.row + row, s.rows);
     const char* start = head + (box.row + row) * s.stride_row * element_bytes;
@@ -70,7 +70,7 @@ void check_bulk(uint32_t shared, const void* global, int bytes, const char* what
       !aligned(global, kChunkBytes)) {
     fault(
         text("%s of %d bytes between global address %p and byte %d of shared memory: all three "
-             "are multiples of 16",
+             "must be multiples of 16",
              what, bytes, global, static_cast<int>(shared - SharedMemory::kFirstAddress)));
   }
 }
@@ -94,13 +94,13 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& s) {
   }
   for (const int64_t size : {s.columns, s.rows, s.heads, s.batches}) {
     if (size < 1 || size > kMaxSize) {
-      refuse(text("size %lld: 1 to 2^32", static_cast<long long>(size)));
+      refuse(text("size %lld: it must be 1 to 2^32", static_cast<long long>(size)));
     }
   }
   const auto check_stride = [&](int64_t size, int64_t stride) {
     const int64_t bytes = stride * s.element_bytes;
     if (size > 1 && (bytes < 0 || bytes >= kMaxStride || bytes % kTensorMapAlignment != 0)) {
-      refuse(text("a stride of %lld bytes: multiples of 16 below 2^40",
+      refuse(text("a stride of %lld bytes: it must be a multiple of 16 below 2^40",
                   static_cast<long long>(bytes)));
     }
   };
@@ -108,7 +108,7 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& s) {
   check_stride(s.heads, s.stride_head);
   check_stride(s.batches, s.stride_batch);
   if (s.box_rows < 1 || s.box_rows > kTensorMapMaxBoxRows) {
-    refuse(text("a box of %d rows: 1 to %d", s.box_rows, kTensorMapMaxBoxRows));
+    refuse(text("a box of %d rows: it must be 1 to %d", s.box_rows, kTensorMapMaxBoxRows));
   }
   static_assert(sizeof(s) <= sizeof(map.opaque) - sizeof(kEncoded));
   map = {};
@@ -167,9 +167,9 @@ void BulkCopies::check_exit() const {
 // --- the instructions ----------------------------------------------------------------------------
 
 void cp_async_bulk_tensor_load(uint32_t to, const TensorMap& map, int column, int row, int head,
-                               int slot, uint32_t barrier) {
+                               int batch, uint32_t barrier) {
   constexpr const char* kWhat = "cp.async.bulk.tensor load";
-  const Box box = box_of(map, to, column, row, head, slot, kWhat);
+  const Box box = box_of(map, to, column, row, head, batch, kWhat);
   start_load(to, box.bytes(), barrier, kWhat, [box, &shared = block().shared()] {
     for_each_chunk(box, [&shared](uint32_t at, const char* from, size_t first, size_t end) {
       char* chunk = shared.at(at);
@@ -179,10 +179,10 @@ void cp_async_bulk_tensor_load(uint32_t to, const TensorMap& map, int column, in
   });
 }
 
-void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head, int slot,
+void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head, int batch,
                                 uint32_t from) {
   constexpr const char* kWhat = "cp.async.bulk.tensor store";
-  const Box box = box_of(map, from, column, row, head, slot, kWhat);
+  const Box box = box_of(map, from, column, row, head, batch, kWhat);
   block().bulk_copies().start(from, box.bytes(), kWhat, [box] {
     for_each_chunk(box, [](uint32_t at, const char* to, size_t first, size_t end) {
       if (end <= first) return;

@@ -16,7 +16,7 @@
 namespace tilewise::cuda::emulator {
 namespace {
 
-constexpr int kColumns = 72, kRows = 11, kHeads = 3, kSlots = 2;
+constexpr int kColumns = 72, kRows = 11, kHeads = 3, kBatches = 2;
 constexpr int kBoxRows = 16;
 constexpr int kBoxBytes = kBoxRows * 128;
 constexpr int kBarrier = 2 * kBoxBytes;  // after two boxes
@@ -30,31 +30,31 @@ ptx::SharedAddress byte(int i) {
 struct Tensor {
   std::vector<uint16_t> storage;
   uint16_t* data;
-  // [slot, row, head, column] in memory, rows with a gap.
+  // [batch, row, head, column] in memory, rows with a gap.
   static constexpr int kStrideHead = kColumns + 8, kStrideRow = kHeads * kStrideHead,
-                       kStrideSlot = kRows * kStrideRow;
+                       kStrideBatch = kRows * kStrideRow;
 
-  Tensor() : storage(kSlots * kStrideSlot + 8) {
+  Tensor() : storage(kBatches * kStrideBatch + 8) {
     for (size_t i = 0; i < storage.size(); ++i) storage[i] = static_cast<uint16_t>(i * 7 + 1);
     data = storage.data() + (16 - reinterpret_cast<uintptr_t>(storage.data()) % 16) % 16 / 2;
   }
-  uint16_t* at(int column, int row, int head, int slot) const {
+  uint16_t* at(int column, int row, int head, int batch) const {
     const auto inside = [](int i, int size) { return i >= 0 && i < size; };
     if (!inside(column, kColumns) || !inside(row, kRows) || !inside(head, kHeads) ||
-        !inside(slot, kSlots)) {
+        !inside(batch, kBatches)) {
       return nullptr;
     }
-    return data + slot * kStrideSlot + row * kStrideRow + head * kStrideHead + column;
+    return data + batch * kStrideBatch + row * kStrideRow + head * kStrideHead + column;
   }
   TensorMapShape shape() const {
     return {.data = data,
             .columns = kColumns,
             .rows = kRows,
             .heads = kHeads,
-            .batches = kSlots,
+            .batches = kBatches,
             .stride_row = kStrideRow,
             .stride_head = kStrideHead,
-            .stride_batch = kStrideSlot,
+            .stride_batch = kStrideBatch,
             .dtype = 0,
             .box_rows = kBoxRows};
   }
@@ -73,8 +73,8 @@ void init(int arrivals = 1) {
   ptx::sync_block();
 }
 
-void load(const TensorMap& map, int to, int column, int row, int head, int slot) {
-  ptx::cp_async_bulk_tensor_load(byte(to), map, column, row, head, slot, byte(kBarrier),
+void load(const TensorMap& map, int to, int column, int row, int head, int batch) {
+  ptx::cp_async_bulk_tensor_load(byte(to), map, column, row, head, batch, byte(kBarrier),
                                  ptx::CachePolicy::evict_first);
 }
 
@@ -87,8 +87,8 @@ TEST(Bulk, TensorLoads) {
   const TensorMap map = tensor.map();
   for (const char* copies : {"late", "early"}) {
     const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
-    for (const auto& [column, row, head, slot] : kPlaces) {
-      run_grid(1, 32, kBytes, [&, c = column, r = row, h = head, s = slot] {
+    for (const auto& [column, row, head, batch] : kPlaces) {
+      run_grid(1, 32, kBytes, [&, c = column, r = row, h = head, s = batch] {
         init();
         if (ptx::lane_index() == 0) {
           ptx::mbarrier_arrive_expect_tx(byte(kBarrier), kBoxBytes);
@@ -121,17 +121,17 @@ void fill(int from) {
 TEST(Bulk, TensorStores) {
   for (const char* copies : {"late", "early"}) {
     const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
-    for (const auto& [column, row, head, slot] : kPlaces) {
+    for (const auto& [column, row, head, batch] : kPlaces) {
       const Tensor tensor;
       std::vector<uint16_t> expected = tensor.storage;
       for (int i = 0; i < kBoxRows * 64; ++i) {
-        const uint16_t* to = tensor.at(column + i % 64, row + i / 64, head, slot);
+        const uint16_t* to = tensor.at(column + i % 64, row + i / 64, head, batch);
         if (to != nullptr) {
           expected[static_cast<size_t>(to - tensor.storage.data())] = static_cast<uint16_t>(i);
         }
       }
       const TensorMap map = tensor.map();
-      run_grid(1, 32, kBytes, [&, c = column, r = row, h = head, s = slot] {
+      run_grid(1, 32, kBytes, [&, c = column, r = row, h = head, s = batch] {
         fill(0);
         ptx::fence_proxy_async();
         ptx::sync_warp();

@@ -74,8 +74,8 @@ void fence_mbarrier_init();
 void fence_proxy_async();
 
 void cp_async_bulk_tensor_load(uint32_t to, const TensorMap& map, int column, int row, int head,
-                               int slot, uint32_t barrier);
-void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head, int slot,
+                               int batch, uint32_t barrier);
+void cp_async_bulk_tensor_store(const TensorMap& map, int column, int row, int head, int batch,
                                 uint32_t from);
 void cp_async_bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier);
 void cp_reduce_async_bulk_add_f32(float* to, uint32_t from, int bytes);

@@ -31,7 +31,7 @@ struct Statistics {
 };
 const Statistics& statistics();
 
-// Represents a stream that records a graph. All other streams are alike: a grid runs when launched.
+// Represents a stream that records a graph. On any other stream a grid runs when it is launched.
 inline void* captured_stream() {
   static char address;
   return &address;
