@@ -1,7 +1,7 @@
 // Torch tensors as the C ABI needs them: checked views, and new tensors.
 //
 // Only the stable ABI of PyTorch 2.10 is used, so that one binary works with every later release.
-// This file is independent of the kernels.
+// This file is independent of the operators.
 #ifndef TILEWISE_BINDINGS_TORCH_TENSOR_H
 #define TILEWISE_BINDINGS_TORCH_TENSOR_H
 

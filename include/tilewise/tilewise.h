@@ -180,9 +180,9 @@ typedef struct tilewise_attention {
   float* lse_low; /* optional; needs lse and has its shape and strides. The rounding error of lse:
                      lse + lse_low is the log-sum-exp to twice the precision of fp32, which keeps
                      log l where the maximum m is huge. 0 in rows whose lse is infinite. Written by
-                     the forward. The weights of the backward are exp(score - lse - lse_low); if it
-                     is NULL they have a relative error of |lse| * 6e-8. Giving it also asserts that
-                     lse covers exactly the keys of this backward */
+                     the forward. The weights of the backward are exp(score - lse - lse_low); with
+                     lse alone they have a relative error of |lse| * 6e-8. Giving lse_low also
+                     asserts that lse covers exactly the keys of this backward */
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or
@@ -297,8 +297,8 @@ typedef struct tilewise_kv_append {
 } tilewise_kv_append;
 TILEWISE_API tilewise_status tilewise_append_kv(const tilewise_kv_append* append);
 
-/* The first invalid entry of an index array that kernels of a GPU have found since the last call;
- * reading it clears it. Launches on a GPU do not read index arrays on the host. An invalid entry is
+/* The first invalid entry of an index array that GPU kernels have found since the last call; this
+ * call clears it. Launches on a GPU do not read index arrays on the host. An invalid entry is
  * never followed: nothing outside the tensors is read or written. The rows of its sequence become
  * NaN (out and lse; in the backward the gradients of its rows and keys), and an append skips what
  * would lie outside the cache. Entries that no row uses are not faults.

@@ -109,7 +109,7 @@ void rotate_head(const T* x, Y* y, const Rotation& r, int64_t rotary_dim, bool i
   for (int64_t i = 0; i < rotary_dim; ++i) y[i] = from_float<Y>(out[i]);
 }
 
-// `descale` is 1 unless y is float8_e4m3.
+// y = x / descale, where descale is 1 unless y is float8_e4m3.
 template <class T, class Y>
 void copy_head(const T* x, Y* y, int64_t n, float descale) {
   if constexpr (std::is_same_v<T, Y>) {

@@ -193,7 +193,8 @@ struct Expected {
   double& at(int64_t i) { return values[static_cast<size_t>(i)]; }
   void compare(const std::vector<T>& got, const char* name, uint32_t seed) const {
     for (size_t i = 0; i < values.size(); ++i) {
-      // The absolute term: rotation may cancel, so a result may be small beside its pair.
+      // The absolute term covers cancellation in a rotation, after which the result is small
+      // compared with the two elements of its pair.
       const double allowed = Storage<T>::unit * (std::abs(values[i]) + (sizeof(T) == 4 ? 8 : 0));
       const double error = std::abs(values[i] - to_float(got[i]));
       ASSERT_LE(error, allowed) << name << '[' << i << "], seed " << seed;
