@@ -328,7 +328,7 @@ struct Sm75 {
       return {.warps = 4, .warp_rows = 16, .keys = 64, .stages = 2, .blocks_per_sm = 1};
     return {.warps = 4, .warp_rows = 16, .keys = 16, .stages = 2, .blocks_per_sm = 1};
   }
-  // None: without asynchronous copies a single warp would wait for each of its loads.
+  // There is no decode tile: without asynchronous copies a single warp would wait for each load.
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;

@@ -7,8 +7,8 @@
 namespace tilewise::cuda::arch {
 
 // Forward (mma_sync): `warps` warps of `warp_rows` query rows each. Keys and values pass through
-// one pipeline of `stages` tiles of `keys` rows. With `stages` 0 (fp32) they pass through one tile
-// each, beside the pairs of tf32 numbers (two tiles each) into which the CTA splits them.
+// one pipeline of `stages` tiles of `keys` rows. With `stages` 0 (fp32) K and V each have one tile
+// to load into, and two tiles for the tf32 pairs into which the CTA then splits them.
 struct ForwardTile {
   int warps;
   int warp_rows;  // 16 or 32
@@ -20,13 +20,14 @@ struct ForwardTile {
   constexpr int threads() const { return warps * 32; }
 };
 
-// Backward (mma_sync): a CTA owns key_warps * 32 keys and walks tiles of `queries` query rows. The
-// query_warps share these rows, and divide the columns of dK and dV among them.
+// Backward (mma_sync): a CTA owns key_warps * 32 keys and walks tiles of `queries` query rows.
+// `query_warps` warps work on the same 32 keys: they divide the rows of a tile and the columns of
+// dK and dV among them.
 struct BackwardTile {
   int key_warps;
   int query_warps;
   int queries;
-  int stages;          // of Q and dO; with 3, dS is double-buffered: one barrier per step
+  int stages;          // of Q and dO; with 3, dS is double-buffered and a step has one barrier
   bool early_barrier;  // the barrier precedes the products of dK with the warp's own queries
   int blocks_per_sm;
 
@@ -35,7 +36,7 @@ struct BackwardTile {
 };
 
 // Forward (wgmma): consumer warpgroups of 64 query rows each and one producer warpgroup. K and V
-// pass through a pipeline of `stages` tiles of `keys` rows each, Q through `q_buffers`.
+// pass through a pipeline of `stages` tiles of `keys` rows each, Q through `q_buffers` buffers.
 struct WgmmaForwardTile {
   static constexpr int kRowsPerWarp = 16;
   int consumer_warpgroups;

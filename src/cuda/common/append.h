@@ -1,5 +1,5 @@
-// Launch geometry of tilewise_append_kv on a GPU: writes new keys and values into a cache, and
-// applies rotary embedding to the new keys and to q.
+// Launch geometry of tilewise_append_kv on a GPU, which writes new keys and values into a cache,
+// and applies rotary embedding to the new keys and to q.
 #pragma once
 
 #include "attention/index_fault.h"

@@ -152,7 +152,7 @@ struct StreamKRow : CombinedRow {
   }
 };
 
-// One row by a CTA. Splits 32 i to 32 i + 31 are read by group i % groups of its warps.
+// Combines one row by a CTA. Splits 32 i to 32 i + 31 are read by group i % groups of its warps.
 template <class Element, class Row>
 struct Combine {
   using T = typename Element::Storage;
@@ -315,7 +315,8 @@ void combine(TILEWISE_PARAMETER ForwardParams params) {
     combine.template run<1>();
 }
 
-// One row by a warp, for at most 32 splits and many rows. The number of columns is a multiple of 4.
+// Combines one row by a warp, in a launch with many rows of at most 32 splits. The number of
+// columns is a multiple of 4.
 template <class Element, class Row>
 struct CombineByWarps {
   using T = typename Element::Storage;

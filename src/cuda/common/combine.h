@@ -29,8 +29,8 @@ TILEWISE_FN int64_t combined_rows(const ForwardParams& p) {
 inline bool combines_by_warps(const ForwardParams& p) {
   if (p.stream_k.any()) return true;
   constexpr int64_t kMinRows = 2048;
-  constexpr int32_t kMaxSplits = 32;  // a lane holds the weight of one split
-  return !p.chunks.any() && p.order.splits <= kMaxSplits && combined_rows(p) >= kMinRows &&
+  constexpr int32_t kMaxSplitsPerWarp = 32;  // a lane holds the weight of one split
+  return !p.chunks.any() && p.order.splits <= kMaxSplitsPerWarp && combined_rows(p) >= kMinRows &&
          p.problem.head_dim_v % 4 == 0;
 }
 

@@ -22,8 +22,8 @@ TILEWISE_DEVICE bool combine_is_inexact(float lse) {
   return lse != kMinusInfinity && !(__builtin_fabsf(lse) <= kMaxLse);
 }
 
-// Computed by a warp. Outputs are summed in kChains sums, each over every kChains-th split, which
-// are then added from the first to the last.
+// The weights of a row's splits, computed by a warp. Outputs are summed in kChains sums, each over
+// every kChains-th split, which are then added from the first to the last.
 struct CombineWeights {
   static constexpr int kChains = 4;
   // Marks a split that saw no key: its output is not read, because it may be NaN.

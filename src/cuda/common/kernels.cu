@@ -1,4 +1,4 @@
-// The instances of kernels.h.
+// Instantiates the kernels that kernels.h lists.
 #include "cuda/common/append.cuh"
 #include "cuda/common/check.cuh"
 #include "cuda/common/combine.cuh"

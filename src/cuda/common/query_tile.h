@@ -71,7 +71,7 @@ struct QueryRows {
 // The key tiles that the rows of a tile see, walked from the last to the first.
 struct KeyTiles {
   int32_t first;
-  int32_t last;  // below `first`: there are none
+  int32_t last;  // below `first` if the rows see no keys
   int32_t full_begin;
   int32_t full_end;  // every row sees every key of the tiles [full_begin, full_end)
   // Row r sees the keys [lower + row(r), min(keys, upper + row(r))).
@@ -79,7 +79,8 @@ struct KeyTiles {
   int32_t lower;
   int32_t upper;
 
-  // Everything except full_begin and full_end: the first loads wait for no more than this.
+  // Sets all members except full_begin and full_end, which the first loads do not need. `step` is
+  // the number of keys per tile.
   TILEWISE_DEVICE static KeyTiles of(const Band& band, const QueryRows& rows, int32_t split,
                                      int32_t splits, int32_t step) {
     const int64_t row0 = rows.first + band.shift();

@@ -52,7 +52,8 @@ TILEWISE_DEVICE void report_sequence(IndexRecord* record, const Problem& p, cons
   for (int i = 0; i < kWords; ++i) to[i] = from[i];
 }
 
-// The same as a function call, which must not stand between wgmma instructions.
+// report_sequence as a function that is not inlined; the call must not stand between wgmma
+// instructions.
 template <class Params>
 TILEWISE_COLD void call_report_sequence(const Params& params, const Sequence& s, Range entries) {
   report_sequence(params.index_record, params.problem, s, entries);

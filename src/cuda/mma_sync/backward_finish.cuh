@@ -19,8 +19,8 @@ struct FinishPlan {
   using Plan = BackwardPlan<C>;
   static constexpr int kWarps = kFinishThreads / 32;
   static constexpr int kMainWarps = Plan::kWarps / kWarps;
-  static constexpr int kAcross = Plan::kDqColumns / 16;
-  static constexpr int kSubtilesPerWarp = Plan::kDqRows / 16 * kAcross;
+  static constexpr int kSubtilesPerRow = Plan::kDqColumns / 16;
+  static constexpr int kSubtilesPerWarp = Plan::kDqRows / 16 * kSubtilesPerRow;
   static constexpr int kSubtiles = kMainWarps * kSubtilesPerWarp;
   // Subtiles whose loads are in flight together.
   static constexpr int kInFlight = kSubtiles % 2 == 0 ? 2 : kSubtiles % 3 == 0 ? 3 : 1;
@@ -37,8 +37,8 @@ class DqSubtile {
  public:
   // Loads subtile `index` of `main_warp`, a warp of the main kernel.
   TILEWISE_DEVICE void load(const float* tile, int main_warp, int index, int lane) {
-    const int m = index / FinishPlan<C>::kAcross;
-    const int n = index % FinishPlan<C>::kAcross * 2;
+    const int m = index / FinishPlan<C>::kSubtilesPerRow;
+    const int n = index % FinishPlan<C>::kSubtilesPerRow * 2;
     const float* sums =
         tile + main_warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(m, n, 0, lane);
     row_ = dq_row<C>(main_warp, m, 0, lane);
@@ -68,9 +68,10 @@ class DqSubtile {
     return zero;
   }
 
-  // Returns sum + the products of `rows` rows with q.
-  TILEWISE_DEVICE float multiply(float sum, const Storage* q, int64_t stride, int32_t rows,
-                                 int columns) const {
+  // Returns sum + the dot product of the subtile with q, over the tile's first `rows` rows and
+  // `columns` columns.
+  TILEWISE_DEVICE float add_dot_q(float sum, const Storage* q, int64_t stride, int32_t rows,
+                                  int columns) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -174,10 +175,10 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   };
   load(0);  // before the tile is known; the sums of an unused tile are arbitrary
 
-  const bool summed = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
+  const bool needs_reduction = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   const RowBlock<C> block = RowBlock<C>::of(p);
   if (block.batch < 0) {
-    if (summed) finish_block(p, block.tile, 0.0f, 0.0f);
+    if (needs_reduction) finish_block(p, block.tile, 0.0f, 0.0f);
     return;
   }
   const Problem& problem = p.problem;
@@ -196,12 +197,12 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   float zero = 0.0f;
 #pragma unroll 1
   for (int first = 0;;) {
-    if (summed) {
+    if (needs_reduction) {
 #pragma unroll
       for (int i = 0; i < Finish::kInFlight; ++i) {
         zero = subtiles[i].nan_if_nonfinite(zero);
         if (p.dscale_partials != nullptr)
-          dscale = subtiles[i].multiply(dscale, q, problem.q.stride_row, rows, columns);
+          dscale = subtiles[i].add_dot_q(dscale, q, problem.q.stride_row, rows, columns);
       }
     }
     if (dq != nullptr) {
@@ -213,7 +214,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
     if (first == Finish::kSubtiles) break;
     load(first);
   }
-  if (summed) finish_block(p, block.tile, dscale, zero);
+  if (needs_reduction) finish_block(p, block.tile, dscale, zero);
 }
 
 }  // namespace tilewise::cuda::mma_sync

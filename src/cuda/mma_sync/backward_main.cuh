@@ -49,7 +49,7 @@ struct StepTiles {
   TILEWISE_DEVICE StepTiles(ptx::SharedAddress shared, int stage, int score_tile, int query)
       : own_query(query),
         own_rows(static_cast<uint32_t>(query * Plan::kRowBytes)),
-        q(shared + Plan::kRows + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes)),
+        q(shared + Plan::kRowTiles + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes)),
         d_out(q + Plan::kRowTileBytes),
         own_lse(shared + Plan::kStatistics +
                 static_cast<uint32_t>(stage * Plan::kStatisticsBytes +

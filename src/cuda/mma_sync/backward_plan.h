@@ -21,14 +21,14 @@ struct BackwardPlan {
   static constexpr int kKeys = kTile.keys();
   static constexpr int kQueries = kTile.queries;
   static constexpr int kStages = kTile.stages;
-  static constexpr int kStep = 32 / kBytes;  // of the summed index of a product
+  static constexpr int kStep = 32 / kBytes;  // elements of the summed index per step of a product
 
   // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries per warp.
   static constexpr int kWarpQueries = kQueries / kTile.query_warps;
   static_assert(kWarpQueries == 8 || kWarpQueries % 16 == 0);
   // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns per warp. The warp takes P and dS of its own
   // queries from registers and those of the other warps from shared memory, or all of them from
-  // shared memory when its own queries are less than a step.
+  // shared memory when its own queries are fewer than a step takes.
   static constexpr int kOwnSteps = kWarpQueries / kStep;
   // Steps whose left operands a warp holds at the same time.
   static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
@@ -49,14 +49,14 @@ struct BackwardPlan {
     return kQueries % rows == 0 && kWarps % down == 0 && C::kHeadDim / (kWarps / down) % 16 == 0;
   }
   static constexpr int kDqRows = dq_fits(32) ? 32 : 16;
-  static constexpr int kDqAcross = kWarps / (kQueries / kDqRows);
-  static constexpr int kDqColumns = C::kHeadDim / kDqAcross;
+  static constexpr int kDqWarpsPerRow = kWarps / (kQueries / kDqRows);
+  static constexpr int kDqColumns = C::kHeadDim / kDqWarpsPerRow;
   static_assert(dq_fits(kDqRows));
   static_assert(kBytes == 2 || kDqColumns == 16 || kDqColumns % 32 == 0);  // GatherOffsets
   // Floats of a tile of dq_sum.
   static constexpr int kDqTile = kQueries * C::kHeadDim;
 
-  // Layout of shared memory.
+  // Layout of shared memory: sizes in bytes, then byte offsets from kK on.
   static constexpr int kRowBytes = C::kHeadDim * kBytes;
   static constexpr int kScoreRowBytes = kQueries * kBytes;
   static constexpr int kKeyTileBytes = kKeys * kRowBytes;
@@ -65,8 +65,8 @@ struct BackwardPlan {
   static constexpr int kScoreTiles = kStages == 3 ? 2 : 1;
   static constexpr int kK = 0;
   static constexpr int kV = kK + kKeyTileBytes;
-  static constexpr int kRows = kV + kKeyTileBytes;  // per stage: Q, dO
-  static constexpr int kDS = kRows + kStages * 2 * kRowTileBytes;
+  static constexpr int kRowTiles = kV + kKeyTileBytes;  // per stage: Q, dO
+  static constexpr int kDS = kRowTiles + kStages * 2 * kRowTileBytes;
   static constexpr int kP = kDS + kScoreTiles * kScoreTileBytes;
   static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
   // Per stage: row_lse, row_delta, TileRecord.
@@ -93,12 +93,13 @@ template <class C>
 TILEWISE_FN int dq_row(int warp, int m, int e, int lane) {
   const int g = lane / 4;
   const int row = C::Element::kBytes == 2 ? g : g % 4 * 2 + g / 4;
-  return warp / BackwardPlan<C>::kDqAcross * BackwardPlan<C>::kDqRows + m * 16 + e / 2 * 8 + row;
+  return warp / BackwardPlan<C>::kDqWarpsPerRow * BackwardPlan<C>::kDqRows + m * 16 + e / 2 * 8 +
+         row;
 }
 template <class C>
 TILEWISE_FN int dq_column(int warp, int n, int e, int lane) {
-  return warp % BackwardPlan<C>::kDqAcross * BackwardPlan<C>::kDqColumns + n * 8 + lane % 4 * 2 +
-         e % 2;
+  return warp % BackwardPlan<C>::kDqWarpsPerRow * BackwardPlan<C>::kDqColumns + n * 8 +
+         lane % 4 * 2 + e % 2;
 }
 
 // Where the gradients of keys lie: like k and v, or one row per key of each sequence when the cache

@@ -159,8 +159,8 @@ class DqProduct {
 
  public:
   TILEWISE_DEVICE DqProduct(int lane, int warp)
-      : ds_(lane, warp / Plan::kDqAcross * kRows),
-        k_(lane, warp % Plan::kDqAcross * (Plan::kDqColumns / 16)) {}
+      : ds_(lane, warp / Plan::kDqWarpsPerRow * kRows),
+        k_(lane, warp % Plan::kDqWarpsPerRow * (Plan::kDqColumns / 16)) {}
 
   using Sums = tile::Sums<kRows, Plan::kDqColumns / 8>;
 

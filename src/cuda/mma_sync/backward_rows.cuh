@@ -10,7 +10,7 @@ namespace tilewise::cuda::mma_sync {
 template <class C>
 struct RowTile {
   int32_t row;    // first row
-  int32_t end;    // of the rows to walk, in whole tiles
+  int32_t end;    // end of the rows to walk, a whole number of tiles after the first one
   int32_t index;  // among the padded tiles of all heads
 
   // Returns whether the next tile is in the next head.
@@ -160,7 +160,7 @@ class RowPipeline {
 
  private:
   TILEWISE_DEVICE ptx::SharedAddress stage_at(int stage) const {
-    return shared_ + static_cast<uint32_t>(Plan::kRows + stage * 2 * Plan::kRowTileBytes);
+    return shared_ + static_cast<uint32_t>(Plan::kRowTiles + stage * 2 * Plan::kRowTileBytes);
   }
 
   Lanes lanes_;

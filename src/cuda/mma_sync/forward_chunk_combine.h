@@ -17,7 +17,7 @@ class ChunkCombine {
       : p_(p), q_tile_(q_tile), record_(p.arrivals[tile_of_chunk(p, q_tile)]) {}
 
   // Runs while the first keys are loading. The record has unknown contents before the launch, so
-  // each CTA makes it a record of this launch before it counts itself.
+  // each CTA makes it a record of this launch before it counts its own arrival.
   TILEWISE_DEVICE void claim() const {
     if (ptx::thread_index() != 0) return;
     const uint64_t found = ptx::atom_cas(&record_.state, 0, p_.launch_id);

@@ -12,8 +12,8 @@ template <int kSectorsPerLane>
 inline constexpr int kPrefetchBytes = kSectorsPerLane * ptx::kWarpSize * 4;
 
 // Prefetches the first 256 * kSectorsPerLane block-table entries of a sequence to L1 while its
-// length is being loaded: looked up only then, they would cost a second wait for L2. A sector has 8
-// entries. The copies, kPrefetchBytes at `shared`, are never read.
+// length is being loaded, since a look-up after that would cost a second wait for L2. A sector has
+// 8 entries. The copies, kPrefetchBytes at `shared`, are never read.
 template <int kSectorsPerLane>
 TILEWISE_DEVICE void prefetch_pages(const Problem& p, int32_t sequence, ptx::SharedAddress shared) {
   constexpr int kEntriesPerSector = 8;

@@ -73,10 +73,10 @@ class Float8Queries {
   }
 
  private:
-  static constexpr int kSteps = C::kHeadDim / 64;  // of 64 columns, 16 per lane of a quad
+  static constexpr int kSteps = C::kHeadDim / 64;  // steps of 64 columns, 16 per lane of a quad
   static_assert(C::kHeadDim % 64 == 0);
   using Swizzle = tile::Swizzle<C::kHeadDim * 2>;
-  using Words = uint32_t[kSteps][2][4];  // what the lane has of a row
+  using Words = uint32_t[kSteps][2][4];  // the columns of a row that a lane holds
 
   TILEWISE_DEVICE ptx::SharedAddress chunk(int row, int step, int half) const {
     const int own = ptx::lane_index() % 4 + 4 * step;

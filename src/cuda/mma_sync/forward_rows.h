@@ -56,7 +56,7 @@ class PackedRows {
   static constexpr int kRows = C::kForward.warp_rows;
   static_assert(kRows <= ptx::kWarpSize);
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
-  static constexpr int kPassesInFlight = C::kWarpPipeline ? 4 : 1;  // passes in flight
+  static constexpr int kPassesInFlight = C::kWarpPipeline ? 4 : 1;
 
   TILEWISE_DEVICE PackedRows(const QueryTile& q_tile, const tilewise_tensor& view)
       : lanes(opaque_thread<C>() % ptx::kWarpSize),

@@ -13,7 +13,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Computed where it is used; it would otherwise occupy registers throughout the loop.
+// The rows and columns of this thread. Computed where they are used, since they would otherwise
+// occupy registers throughout the loop.
 template <class C>
 TILEWISE_DEVICE LanePosition lane_position() {
   return LanePosition::of(opaque_thread<C>(), C::kForward.warp_rows);
@@ -69,10 +70,10 @@ struct RowSoftmax {
   // rare; each time costs a pass over the output.
   static constexpr float kSlack = 8.0f;
 
-  // When the maximum has been raised, the largest weight is 2^kFirst. F16 has no number below
+  // When the maximum has been raised, the largest weight is 2^kTopExponent. F16 has no number below
   // 2^-24, so that among a million keys the small weights of BF16 queries would be lost; with a
   // float8 cache, weights therefore go up to 2^15.
-  static constexpr float kFirst = C::kFloat8 ? 7.0f : 0.0f;
+  static constexpr float kTopExponent = C::kFloat8 ? 7.0f : 0.0f;
   using Scale = std::conditional_t<C::kFloat8 && !C::kGeneral, RowScales<kRows>, UniformScale>;
 
   float m[kRows][2];
@@ -102,7 +103,8 @@ struct RowSoftmax {
 #pragma unroll
         for (int n = 1; n < C::kForward.keys / 8; ++n)
           x = ptx::fmax(x, ptx::fmax(s.x[i][n][2 * h], s.x[i][n][2 * h + 1]));
-        highest[i][h] = kFirst == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kFirst);
+        highest[i][h] =
+            kTopExponent == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kTopExponent);
         if constexpr (C::kGeneral) highest[i][h] = lowest_exponent(x, highest[i][h]);
         more |= highest[i][h] > m[i][h] + kSlack;
       }

@@ -8,7 +8,7 @@
 namespace tilewise::cuda::mma_sync {
 
 // Writes a warp's output rows to its own rows of the Q tile, which is no longer read, so that whole
-// rows can be stored together. `rows` of the tile exist: when decoding, often few.
+// rows can be stored together. Only the first `rows` rows of the tile exist, often few in a decode.
 template <class C>
 TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAddress q,
                                    const LanePosition& position, const Outputs<C>& o,

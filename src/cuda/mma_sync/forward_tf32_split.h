@@ -1,9 +1,10 @@
 // The pipeline of fp32 keys and values that the CTA splits into pairs of tf32 numbers once.
 //
 // A thread copies its own 16-byte pieces of a tile with cp.async, splits them when they have
-// arrived, and stores the halves where all warps read them: V of a tile while its scores are
-// computed, K of the next one while its values are summed. One barrier before each product is
-// therefore enough, as in KvPipeline.
+// arrived, and stores the high and low parts where all warps read them: V of a tile while its
+// scores are computed, K of the next one while its values are summed. One barrier before each
+// product is therefore enough, as in KvPipeline. Shared memory holds K and V as pairs (two tiles
+// each), then one tile each of K and V as loaded.
 #pragma once
 
 #include "cuda/mma_sync/forward_kv_pipeline.h"
@@ -43,7 +44,7 @@ class Tf32SplitPipeline {
     tile::commit<Arch>();
   }
 
-  // Before the first `consumer_wait`: waits for the queries, and splits the first keys.
+  // Waits for the queries and splits the first keys. Called before the first `consumer_wait`.
   TILEWISE_DEVICE void wait_for_queries() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) load_ahead(false, last_ + 1, part);

@@ -69,9 +69,9 @@ TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
   }
 }
 
-// A B that is stored [k][n]: 16 rows x 32 columns. Each 16 columns are permuted, even columns
-// first, then odd ones; `pair_columns` accounts for this. `Offsets`: LaneOffsets or PanelOffsets
-// with Lanes::rows_first.
+// Loads 16 rows x 32 columns of a B that is stored [k][n]. Each 16 columns are permuted, even
+// columns first, then odd ones; `pair_columns` accounts for this. `Offsets` is LaneOffsets or
+// PanelOffsets with Lanes::rows_first.
 template <bool kConvert, class Offsets>
 class Float8B {
  public:
@@ -93,7 +93,8 @@ class Float8B {
   Offsets offsets_;
 };
 
-// Turns sums over such a B into FourColumns. This only renames a lane's registers.
+// Brings sums over the values that Float8B loads into the column order of FourColumns. This only
+// renames a lane's registers.
 template <int kRows, int kColumns>
 TILEWISE_DEVICE void pair_columns(Sums<kRows, kColumns>& o) {
 #pragma unroll

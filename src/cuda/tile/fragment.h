@@ -120,9 +120,9 @@ class TransposedOffsets {
     } else {
       for (int i = 0; i < 4; ++i) {
         // B: (column g, rows 2t and 2t + 1), then column g + 8. A: row by row.
-        const bool b = kLanes == Lanes::rows_first;
-        f.r[i] =
-            ptx::ld_shared_b32(tile + offsets_.at(row, step, b ? i / 2 : i % 2, b ? i % 2 : i / 2));
+        const bool is_b = kLanes == Lanes::rows_first;
+        f.r[i] = ptx::ld_shared_b32(
+            tile + offsets_.at(row, step, is_b ? i / 2 : i % 2, is_b ? i % 2 : i / 2));
       }
       if constexpr (kPresplit)
         split_presplit(f);
@@ -171,7 +171,7 @@ struct Sums {
 
   float x[kRows][kColumns][4];
 
-  // As one array, for wgmma.
+  // The sums as one array, for wgmma.
   TILEWISE_DEVICE float (&flat()) [kCount] { return reinterpret_cast<float (&)[kCount]>(x); }
 
   // Adds `other`, of kOtherColumns x 8 columns, to the columns from 8 * column on.

@@ -21,7 +21,7 @@ TILEWISE_DEVICE float quad_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);
 }
 
-// word[i] = word[i ^ t]
+// Sets each word[i] to the former word[i ^ t].
 TILEWISE_DEVICE void permute_words(uint32_t (&word)[4], int t) {
   const uint32_t a[4] = {t & 1 ? word[1] : word[0], t & 1 ? word[0] : word[1],
                          t & 1 ? word[3] : word[2], t & 1 ? word[2] : word[3]};

@@ -28,8 +28,9 @@ enum class Lanes {
   chunks_first,  // (rows 0-7, chunk 0), (0-7, 1), (8-15, 0), (8-15, 1): B, and transposed A
 };
 
-// `opaque()` of the classes below is for long loops: addresses that follow from the result by xor
-// are then computed in every step instead of being kept in registers.
+// `opaque()` of the address classes here and in the other headers of this folder is for long loops:
+// addresses that follow from the result by xor are then computed in every step instead of being
+// kept in registers. LaneOffsets has it for the common interface only.
 
 // Addresses of a lane in a tile. Rows are multiples of 8, columns are steps of 32 bytes from
 // `first_step` on. With unrolled loops everything except base_ is an immediate.
@@ -42,6 +43,7 @@ class LaneOffsets {
     const int chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
     for (int i = 0; i < kVariants; ++i)
       base_[i] = Swizzle<kRowBytes>::offset(row, 2 * (first_step + i) + chunk);
+    // Hides from the compiler how base_[0] follows from `lane`; its value stays the same.
     base_[0] = ptx::shuffle(base_[0], lane);
   }
 

@@ -107,9 +107,9 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
   ptx::griddepcontrol_wait();
-  const bool summed = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
+  const bool needs_reduction = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   if (block.batch < 0) {
-    if (summed) finish_block<C>(p, block.tile, 0.0f, 0.0f);
+    if (needs_reduction) finish_block<C>(p, block.tile, 0.0f, 0.0f);
     return;
   }
 
@@ -136,7 +136,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
     const float x[4] = {ptx::float_of(bits[i][0]), ptx::float_of(bits[i][1]),
                         ptx::float_of(bits[i][2]), ptx::float_of(bits[i][3])};
     stage_group<C>(x, group, scale, shared, lane);
-    if (!summed) continue;
+    if (!needs_reduction) continue;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       zero = ptx::fma(x[e], 0.0f, zero);
@@ -162,7 +162,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
       ptx::st_global_v4_b32(dq + row * view.stride_row + column, x);
     }
   }
-  if (summed) finish_block<C>(p, block.tile, dscale, zero);
+  if (needs_reduction) finish_block<C>(p, block.tile, dscale, zero);
 }
 
 }  // namespace tilewise::cuda::wgmma
