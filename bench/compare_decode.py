@@ -71,8 +71,8 @@ def turn(library: Path, rest: Sequence[str]) -> Times:
             check=False,
         )
         if process.returncode != 0 or not path.exists():
-            said = (process.stderr + process.stdout).strip().splitlines()[-8:]
-            raise SystemExit("\n".join([f"compare_decode: {library}: a turn failed:", *said]))
+            last = (process.stderr + process.stdout).strip().splitlines()[-8:]
+            raise SystemExit("\n".join([f"compare_decode: {library}: a turn failed:", *last]))
         rows = json.loads(path.read_text())["rows"]
     return {r["name"]: r["graph_us"] or r["eager_us"] for r in rows}
 

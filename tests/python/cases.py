@@ -80,7 +80,7 @@ def offsets(lengths: tuple[int, ...]) -> list[int]:
 
 
 def int32(values: object) -> torch.Tensor:
-    """Metadata followed by guard values, large ones, so that a read past its end is noticed."""
+    """Metadata followed by large guard values, so that a read past its end is noticed."""
     t = torch.as_tensor(np.asarray(values), dtype=torch.int32)
     g = guarded(t.shape, torch.int32)
     g.base.fill_(2**30)
@@ -420,7 +420,7 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
 
 
 def check(case: Case, *, backward: bool = True) -> list[str]:
-    """Compare the case with the oracle on the device (on a CPU, with every instruction set that it
+    """Compares the case with the oracle on the device (on a CPU, for every instruction set that it
     has). Returns the kernels that ran; on a CPU, those of the last instruction set."""
     b = Built(case)
     want = b.expected()

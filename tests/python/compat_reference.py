@@ -71,8 +71,8 @@ def attend_one(
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(heads, rows, 1)), dim=-1)
     lse = torch.logsumexp(s, dim=-1)
-    blind = (lse == -math.inf).unsqueeze(-1)
-    p = torch.softmax(s.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)[..., :keys]
+    no_keys = (lse == -math.inf).unsqueeze(-1)
+    p = torch.softmax(s.masked_fill(no_keys, 0.0), dim=-1).masked_fill(no_keys, 0.0)[..., :keys]
     if kept is not None:
         p = p * kept / (1 - dropout_p)
     return torch.einsum("hqk,khd->qhd", p, v), lse

@@ -330,7 +330,7 @@ class Chain:
 
 
 # These shapes cover clusters with one and with two CTAs per SM, a combine kernel, and splits and
-# chunks that fit in one wave or need several (cuda/plan_decode.cpp, next_start).
+# chunks that fit in one wave or need several (cuda/plan_decode.cpp, choose_pdl_trigger).
 CHAINS = [(1, 1024, 32, 8), (4, 4096, 32, 8), (2, 8192, 32, 8), (16, 1024, 32, 8),
           (48, 512, 32, 8), (128, 512, 16, 1)]  # fmt: skip
 

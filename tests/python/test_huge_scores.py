@@ -36,7 +36,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 class Reference:
     out: np.ndarray  # [N, H, Dv]
     lse: np.ndarray  # [N, H]
-    log_l: np.ndarray  # lse minus the largest score
+    log_l: np.ndarray  # lse minus the largest score: the log of the softmax's sum
     highest: np.ndarray
     grads: dict[str, np.ndarray]
 
@@ -94,10 +94,10 @@ def attention(b: Built, round_to: torch.dtype | None = None) -> Reference:
     def of_group(x: np.ndarray) -> np.ndarray:
         return x.reshape(c.heads_kv, c.group, *x.shape[1:]).sum(axis=1)
 
-    draw = low(ds * derivative)
+    d_raw = low(ds * derivative)
     grads = {
-        "q": low(b.scale * (draw @ kg)),
-        "k": low(b.scale * of_group(np.swapaxes(draw, 1, 2) @ q)),
+        "q": low(b.scale * (d_raw @ kg)),
+        "k": low(b.scale * of_group(np.swapaxes(d_raw, 1, 2) @ q)),
         "v": low(of_group(np.swapaxes(low(p), 1, 2) @ dout)),
     }
     grads = {name: np.moveaxis(x, 0, 1) for name, x in grads.items()}
@@ -112,7 +112,8 @@ def attention(b: Built, round_to: torch.dtype | None = None) -> Reference:
 
 def compare(name: str, got: np.ndarray, want: np.ndarray, plain: np.ndarray, dtype: str,
             factor: float, size: float, where: str) -> None:  # fmt: skip
-    """`size` is the size of the summed terms, whose rounding remains where they cancel."""
+    """Checks one tensor; `size` is that of the summed terms, whose rounding remains where they
+    cancel."""
     largest = np.abs(want).max(initial=0)
     if dtype == "fp32":
         bound = FP32_RELATIVE * max(largest, size)
@@ -125,11 +126,11 @@ def compare(name: str, got: np.ndarray, want: np.ndarray, plain: np.ndarray, dty
 def compare_all(b: Built, got: Outcome, want: Reference, plain: Reference, where: str) -> None:
     dtype = b.case.dtype
     compare("out", got.out, want.out, plain.out, dtype, FORWARD_FACTOR, 0.0, where)
-    blind = np.isneginf(want.lse)
-    assert np.array_equal(np.isneginf(got.lse), blind), where
-    assert (got.lse_low[blind] == 0).all(), where
+    no_keys = np.isneginf(want.lse)
+    assert np.array_equal(np.isneginf(got.lse), no_keys), where
+    assert (got.lse_low[no_keys] == 0).all(), where
     # lse is exact to about the last bit; with lse_low, so is its distance to the largest score.
-    seen = ~blind
+    seen = ~no_keys
     relative = FP32_RELATIVE if dtype == "fp32" else LSE_LOW
     error = np.abs(got.lse[seen] - want.lse[seen])
     allowed = relative * np.maximum(1.0, np.abs(want.lse[seen]))
@@ -384,7 +385,7 @@ HOWS = {
 @pytest.mark.parametrize("value", [-1e9, FP32_MIN])
 @pytest.mark.parametrize("how", HOWS)
 def test_every_path_to_a_gradient_uses_lse_low(how, value):
-    """Keys that are all masked alike share the weight: dv is the mean of dout for each of them."""
+    """Keys that the same mask hides share the weight, so dv of each is the mean of dout."""
     q, k, v, dout = (torch.randn(1, 8, 2, 16) for _ in range(4))
     v.requires_grad_()
     call, gradient = HOWS[how]

@@ -202,9 +202,9 @@ def test_masked_rows_and_empty_sequences_are_zero():
         oracle.Options(scale=1.0, bias=np.full((1, 1, 1, 2), -np.inf)),  # no row sees a key
     ):
         r = oracle.attention(q, k, v, oracle.sequences_of(1, 6, 2), o, dout, dlse)
-        blind = slice(0, 4) if o.bias is None else slice(0, 6)
-        assert (r.out[blind] == 0).all() and np.isneginf(r.lse[blind]).all()
-        assert (r.dq[blind] == 0).all()
+        no_keys = slice(0, 4) if o.bias is None else slice(0, 6)
+        assert (r.out[no_keys] == 0).all() and np.isneginf(r.lse[no_keys]).all()
+        assert (r.dq[no_keys] == 0).all()
         for x in (r.out, r.dq, r.dk, r.dv, r.dsinks):
             assert np.isfinite(x).all()
     empty = oracle.attention(

@@ -51,7 +51,7 @@ _MEANINGS = {
     "largest number.",
     "no attention": "The model has no attention module, runs no softmax, and never requests an "
     "attention function.",
-    "refused": "Building or running the model raises the sentence in the table.",
+    "refused": "Building or running the model raises the error in the table.",
     "failed": "The table has the first case that failed, with its error relative to the largest "
     "number, or the exception.",
     "not built": "The sweep found no small configuration and inputs with which eager attention "
@@ -123,7 +123,7 @@ def _section(state: str, results: Mapping[str, Result]) -> Iterator[str]:
 
 
 def _by_sentence(chosen: Mapping[str, Result]) -> Iterator[str]:
-    """Groups classes whose sentences differ only in their own name."""
+    """Groups classes whose errors differ only in their own name."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for name, result in chosen.items():
         groups[re.sub(rf"^{name}\b", "(The class)", _in_a_cell(result["why"]))].append(name)
