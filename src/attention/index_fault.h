@@ -13,20 +13,22 @@ enum class Fault : int32_t {
   cu_seqlens_q_order,     // cu_seqlens_q[index] is `value`, less than the entry before, `allowed`
   cu_seqlens_q_last,      // cu_seqlens_q[index] is `value`, more than seqlen_q, `allowed`
   cu_seqlens_q_negative,  // cu_seqlens_q[index] is `value`, less than 0
-  seqused_q,              // seqused_q[index] is `value`: 0 to the rows of the sequence, `allowed`
-  max_seqlen_q,           // sequence `index` has `value` rows; max_seqlen_q is `allowed`
-  kv_batch_idx,        // kv_batch_idx[index] is `value`: from 0 and less than kv_batch, `allowed`
-  cu_seqlens_k_first,  // as for q
-  cu_seqlens_k_order,  // as for q
-  cu_seqlens_k_last,   // cu_seqlens_k[index] is `value`, more than seqlen_k, `allowed`
+  seqused_q,     // seqused_q[index] is `value`; it must be 0 to the rows of the sequence, `allowed`
+  max_seqlen_q,  // sequence `index` has `value` rows; max_seqlen_q is `allowed`
+  kv_batch_idx,  // kv_batch_idx[index] is `value`; kv_batch is `allowed`
+  cu_seqlens_k_first,       // as for q
+  cu_seqlens_k_order,       // as for q
+  cu_seqlens_k_last,        // cu_seqlens_k[index] is `value`, more than seqlen_k, `allowed`
   cu_seqlens_k_negative,    // cu_seqlens_k[index] is `value`, less than 0
   cu_seqlens_k_last_paged,  // the same for pages: more than batch * block_table_width * page_size,
                             // `allowed`
-  seqused_k,           // seqused_k[index] is `value`: 0 to the capacity of the sequence, `allowed`
-  leftpad_k,           // leftpad_k[index] is `value`: 0 to the capacity of the sequence, `allowed`
+  seqused_k,           // seqused_k[index] is `value`; it must be 0 to the capacity of the sequence,
+                       // `allowed`
+  leftpad_k,           // leftpad_k[index] is `value`; it must be 0 to the capacity of the sequence,
+                       // `allowed`
   cu_seqlens_k_paged,  // sequence `index` has `value` keys: more than its pages hold, `allowed`
   max_seqlen_k,        // sequence `index` has `value` keys; max_seqlen_k is `allowed`
-  block_table,         // block_table[index, second] is `value`: less than pages, `allowed`
+  block_table,         // block_table[index, second] is `value`; pages is `allowed`
   dbias_keys,          // sequence `index` has `value` keys; dbias_keys is `allowed`
   dbias_rows,          // sequence `index` has `value` rows; dbias_rows is `allowed`
   // The faults of an append.
@@ -34,8 +36,9 @@ enum class Fault : int32_t {
   cu_seqlens_new_order,     // as for q
   cu_seqlens_new_last,      // cu_seqlens_new[index] is `value`, more than seqlen_new, `allowed`
   cu_seqlens_new_negative,  // cu_seqlens_new[index] is `value`, less than 0
-  cache_seqlens,     // cache_seqlens[index] is `value`: with `second` new keys at most `allowed`
-  leftpad_of_cache,  // leftpad_k[index] is `value`: 0 to cache_seqlens[index], `allowed`
+  cache_seqlens,     // cache_seqlens[index] is `value`; with `second` new keys it must be at most
+                     // `allowed`
+  leftpad_of_cache,  // leftpad_k[index] is `value`; it must be 0 to cache_seqlens[index], `allowed`
   rotary_start,  // rotary_seqlens (`second` is 1) or leftpad_k (0) makes sequence `index` start at
                  // the rotary position `value`, which is below 0
   rotary_rows,   // sequence `index` is rotated up to position `value`; rotary_rows is `allowed`
@@ -96,7 +99,7 @@ TILEWISE_FN IndexFault kv_batch_fault(const Problem& p, int64_t b) {
   return {Fault::kv_batch_idx, 0, b, 0, row, p.kv_batch};
 }
 
-// Finds a fault in everything about the keys but the pages.
+// Finds a fault in everything about the keys except the pages.
 TILEWISE_FN IndexFault key_fault(const Problem& p, int64_t b) {
   const IndexFault of_row = kv_batch_fault(p, b);
   if (of_row.any()) return of_row;
@@ -142,7 +145,7 @@ TILEWISE_FN IndexFault dbias_fault(const Problem& p, const Gradients& g, int64_t
   return {};
 }
 
-// Finds a fault of sequence b in everything but its pages.
+// Finds a fault of sequence b in everything except its pages.
 TILEWISE_FN IndexFault sequence_fault(const Problem& p, int64_t b) {
   const IndexFault of_rows = query_fault(p, b);
   return of_rows.any() ? of_rows : key_fault(p, b);

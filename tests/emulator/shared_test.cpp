@@ -326,7 +326,7 @@ TEST(Copies, WaitCountsGroupsEarly) {
 }
 
 // All lanes copy a chunk each and arrive after it; then lane 0 reads the chunk of lane 31.
-std::string read_behind_a_barrier(bool arrive, bool wait) {
+std::string read_after_barrier(bool arrive, bool wait) {
   static const Copies all;
   return fault_of(1, 32, 1024, [&] {
     const int lane = ptx::thread_index();
@@ -341,13 +341,13 @@ std::string read_behind_a_barrier(bool arrive, bool wait) {
 }
 
 void check_barriers() {
-  EXPECT_EQ(read_behind_a_barrier(true, true), "");
-  EXPECT_NE(read_behind_a_barrier(true, false), "");
-  expect_part(read_behind_a_barrier(false, true), "31 of 32 arrivals");
+  EXPECT_EQ(read_after_barrier(true, true), "");
+  EXPECT_NE(read_after_barrier(true, false), "");
+  expect_part(read_after_barrier(false, true), "31 of 32 arrivals");
 }
 
-TEST(Copies, BarriersCountThemLate) { check_barriers(); }
-TEST(Copies, BarriersCountThemEarly) {
+TEST(Copies, BarriersCountCopiesLate) { check_barriers(); }
+TEST(Copies, BarriersCountCopiesEarly) {
   const Environment early("TILEWISE_EMULATOR_COPIES", "early");
   check_barriers();
 }
