@@ -3,8 +3,8 @@
 
   python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
   python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
-  python tools/cuda_ledger.py build/libtilewise.so --check --part   of a build of some units: others
-                                                                    are not missed
+  python tools/cuda_ledger.py build/libtilewise.so --check --part   compares only the units in the
+                                                                    library
 
 Reads the machine code in a library, or in object files, with cuobjdump, which is searched for in
 $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump). No GPU
@@ -14,10 +14,10 @@ For wgmma kernels the ledger also counts the R2UR (a value moved to a uniform re
 instructions in their main loops, where products wait for them. This needs nvdisasm in PATH or
 beside cuobjdump; without it they are neither written nor compared.
 
-These are differences: a changed number of registers or R2UR, an added or removed kernel, code 5 %
-larger or smaller, a library of 56 MB or more, and 8 MB or more of wgmma in it (whose machine code
-is compressed there). Fast-path kernels should not use the stack, where spilled registers go: the
-end of the file lists those that do, and one more, or one more byte, is a fault. With --ninja-log
+--check reports a changed number of registers or R2UR, an added or removed kernel, code 5 % larger
+or smaller, a library of 56 MB or more, and 8 MB or more of wgmma in it (whose machine code is
+compressed there). Fast-path kernels should not use the stack, where spilled registers go: the end
+of the file lists those that do, and --check reports one more, or one more byte. With --ninja-log
 FILE the compile times of the units are printed as well. Dynamic shared memory is not in the machine
 code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` reports it.
 """

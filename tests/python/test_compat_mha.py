@@ -83,7 +83,9 @@ def test_key_padding_mask(causal):
     assert devices.equal(out, same)
 
 
-def written_out(module, x, rotary_dim=0, interleaved=False, base=10000.0, x_kv=None, **options):
+def module_in_float64(
+    module, x, rotary_dim=0, interleaved=False, base=10000.0, x_kv=None, **options
+):
     """The module computed in float64."""
     w = {n: p.detach().double() for n, p in module.named_parameters()}
     x = x.detach().double()
@@ -128,7 +130,7 @@ def test_mha(name):
     module = mha.MHA(64, 4, **options)
     x = torch.randn(2, 11, 64, requires_grad=True)
     got = module(x)
-    want = written_out(
+    want = module_in_float64(
         module,
         x,
         options.get("rotary_emb_dim", 0),
@@ -162,7 +164,7 @@ def test_mha_cross_attention():
     x, other = torch.randn(2, 6, 64), torch.randn(2, 9, 64)
     got, residual = module(x, other)
     assert residual is x
-    assert torch.allclose(got.double(), written_out(module, x, x_kv=other), atol=2e-6)
+    assert torch.allclose(got.double(), module_in_float64(module, x, x_kv=other), atol=2e-6)
     subset, _ = module(x, other, mixer_subset=torch.tensor([0, 4]))
     assert torch.allclose(subset, got[:, [0, 4]], atol=1e-6)
     mask = torch.ones(2, 9, dtype=torch.bool)

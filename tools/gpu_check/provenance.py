@@ -111,9 +111,9 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def verify() -> list[str]:
-    """One line per committed result: whether it is of these kernels.
+    """One line per committed result: whether it was measured with the present kernels.
 
-    It is when the kernel sources are the same, or the machine code is (`kernels_hash`): names,
+    Either the kernel sources or the machine code (`kernels_hash`) must be the same, so names,
     comments and host code make no result stale.
     """
     now, code = source_hash(), kernels_hash()

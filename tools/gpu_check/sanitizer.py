@@ -17,7 +17,7 @@ from .shapes import problems
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The dtype to which racecheck is limited for a forced tile table; all tables support it. For tables
-# of other GPUs initcheck and synccheck are limited likewise: their code differs only in tile sizes.
+# of other GPUs initcheck and synccheck have the same limit: their code differs only in tile sizes.
 RACECHECK_DTYPE = "fp16"
 FOUND = 9  # exit status of a process with reports
 # Fraction of the limit after which no process takes another problem, so that it can finish.
@@ -31,13 +31,13 @@ def errors_of(output: str) -> int:
 
 
 def problems_ended(output: str) -> set[str]:
-    """Problems whose kernel a tool has ended, and the process with it."""
+    """Problems during which a tool has ended the kernel, and with it the process."""
     return set(re.findall(r"^ended (\S+):", output, re.MULTILINE))
 
 
 def ended_by_report(ended: Ended) -> bool:
-    """Whether a tool ended the process because of a faulty kernel: another process does the
-    rest.
+    """Whether a tool ended the process because of a faulty kernel, so that another process must run
+    the remaining problems.
     """
     last = ended.output().rpartition("========= COMPUTE-SANITIZER")[2]
     return ended.status == FOUND and bool(problems_ended(last))

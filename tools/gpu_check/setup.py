@@ -16,7 +16,7 @@ FORCED = ("80", "75")
 FOREIGN = {"86": 80, "120": 90}
 # MiB of GPU memory per test process: most tests take 2000; those that need 11 GB and more run one
 # at a time (tests/python/devices.py, much_memory), in the memory that this leaves free.
-OF_A_PROCESS = 5000
+MEMORY_PER_PROCESS = 5000
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Setup:
 
     @property
     def launch_list(self) -> Path:
-        """Where processes record the kernels that they launch; each run starts a new list."""
+        """Where processes record the kernels that they launch; each build starts a new list."""
         return self.build / "launched"
 
     def processes(self, beside: int = 0) -> int:
         """Number of test processes at once, while `beside` others run."""
-        room = self.memory // OF_A_PROCESS if self.memory else self.jobs + beside
+        room = self.memory // MEMORY_PER_PROCESS if self.memory else self.jobs + beside
         return max(2, min(self.jobs - 2, room - beside))
 
     @property

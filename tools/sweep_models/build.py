@@ -12,7 +12,7 @@ import torch
 
 from . import discover, inputs, pictures, shrink, watch
 
-MAX_PARAMETERS = 80_000_000  # eager, fp64 and ours together take 1.5 GB
+MAX_PARAMETERS = 80_000_000  # the eager, fp64 and Tilewise models together take 1.5 GB
 # The grouped matrix product of experts does not support fp64.
 _PLAIN: dict[str, Any] = dict(dtype=torch.float32, experts_implementation="eager")
 
@@ -40,7 +40,7 @@ def build(target: discover.Target) -> Built:
         built = _attempt(_with_inputs, *classes, level)
         if isinstance(built, Built):
             return built
-        objections.append(f"{level.value}: {words(built)}")
+        objections.append(f"{level.value}: {error_text(built)}")
     raise NotBuiltError("; ".join(dict.fromkeys(objections)))
 
 
@@ -61,7 +61,7 @@ def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
         raise NotBuiltError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(1)
     model = model_class._from_config(config, attn_implementation="eager", **_PLAIN)
-    _enliven(model)
+    _randomise_weights(model)
     return model.eval()
 
 
@@ -118,8 +118,8 @@ def like(model: Any, implementation: str) -> Any:
     return other.eval()
 
 
-def _enliven(model: torch.nn.Module) -> None:
-    """Gives weights with which scores differ visibly, also to those that a model leaves at zero."""
+def _randomise_weights(model: torch.nn.Module) -> None:
+    """Draws weights with which scores differ visibly, also those that a model leaves at zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def _enliven(model: torch.nn.Module) -> None:
                 parameter.copy_(0.1 * noise)
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Kind and message on one line, with file names but no folders."""
     text = re.sub(
         r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split())

@@ -116,7 +116,7 @@ class Trial:
             with precision.double():
                 reference = run(exact, precision.converted(made, torch.float64))
         except Exception as error:
-            return {"state": "not possible", "why": f"eager attention: {build.words(error)}"}
+            return {"state": "not possible", "why": f"eager attention: {build.error_text(error)}"}
         watched = watch.Watch()
         try:
             with watched:
@@ -158,7 +158,7 @@ def _refusal_or_failure(error: Exception) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and "tilewise" in frames[-1].filename.replace("sweep_models", "")
     sentence = isinstance(error, ValueError | TypeError | NotImplementedError) and ours
-    return {"state": "refused" if sentence else "failed", "why": build.words(error)}
+    return {"state": "refused" if sentence else "failed", "why": build.error_text(error)}
 
 
 def sweep(target: discover.Target) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     try:
         built = build.build(target)
     except Exception as error:
-        return {**result, "state": "not built", "why": build.words(error)}
+        return {**result, "state": "not built", "why": build.error_text(error)}
     seen = built.seen
     result["size"] = built.level.value
     result["inputs"] = list(built.recipe.names)
@@ -185,7 +185,7 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     ) as error:  # "asks": it calls an attention function, which Tilewise would serve
         return {**result, "state": "refused", "why": str(error), "asks": seen.eager}
     except Exception as error:
-        return {**result, "state": "failed", "why": build.words(error)}
+        return {**result, "state": "failed", "why": build.error_text(error)}
     trial = Trial(built, ours)
     result["cases"] = {case.name: trial.run(case) for case in cases(target, built)}
     return {**result, **_verdict(result["cases"])}
