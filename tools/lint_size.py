@@ -16,7 +16,7 @@ from lint_common import CXX_SUFFIXES, PYTHON_SUFFIXES, Finding, read_text, run_l
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_ROLE_LINES = 150  # of a kernel: .cuh
+MAX_KERNEL_LINES = 150  # of a kernel: .cuh
 MAX_COLUMNS = 100
 ASM_FOLDER = "src/cuda/ptx/"
 
@@ -107,7 +107,7 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
             yield Finding(path, number, f"{len(line)} columns; at most {MAX_COLUMNS}")
     for name, begin, end in cxx_functions(text) if is_cxx else python_functions(text):
         length = end - begin + 1
-        limit = MAX_ROLE_LINES if path.endswith(".cuh") else MAX_FUNCTION_LINES
+        limit = MAX_KERNEL_LINES if path.endswith(".cuh") else MAX_FUNCTION_LINES
         if length > limit:
             yield Finding(path, begin, f"{name}: {length} lines; at most {limit}")
     if is_cxx and path.startswith("src/") and not path.startswith(ASM_FOLDER):

@@ -79,7 +79,7 @@ def against_peers(rows: list[Row]) -> str:
 
 
 def means(rows: list[Row]) -> str:
-    """Geometric mean, least and most of our speed over that of each peer."""
+    """Geometric mean, least and most of Tilewise's speed over that of each peer."""
     peers = {"best": "better of both", "cudnn": "cuDNN", "fa3": "FA-3"}
     lines = []
     for direction, name in (("fwd", "forward"), ("bwd", "backward")):
@@ -105,7 +105,7 @@ def options(rows: list[Row]) -> str:
     )
 
 
-# The caches of a point of decoding, and the peer's call with the same lengths and pages.
+# (title, contestant of bench_gpu_decode.py, the peer with the same lengths and pages)
 DECODED = (
     ("contiguous, full", "dense", "cudnn"),
     ("`cache_seqlens`, full", "lengths", "cudnn lengths"),
@@ -116,7 +116,7 @@ DECODED = (
 
 
 def decoding(rows: list[Row]) -> str:
-    """The time of cuDNN over ours for one query per sequence."""
+    """The time of cuDNN over that of Tilewise for one query per sequence."""
     lines = []
     for label, ours, peer in DECODED:
         pairs = [
@@ -157,9 +157,9 @@ def source(name: str, text: str) -> str:
     device = machine.get("device") or machine.get("cpu")
     is_current = name.startswith("cpu") or machine.get("kernels") == kernels_hash()
     older = "" if is_current else "kernels have changed since"
-    told = ", ".join(x for x in (device, machine.get("date"), older) if x)
-    told = f" ({told})" if told else ""
-    return f"\n{text}\n*[{name}](docs/results/{name}){told}*\n"
+    remark = ", ".join(x for x in (device, machine.get("date"), older) if x)
+    remark = f" ({remark})" if remark else ""
+    return f"\n{text}\n*[{name}](docs/results/{name}){remark}*\n"
 
 
 def peers_rows() -> list[Row]:

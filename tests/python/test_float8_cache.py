@@ -40,8 +40,8 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
         setattr(b, name, x)
         shape = (1 if "b" in broadcast else b.batch, 1 if "h" in broadcast else c.heads_kv)
         scale = torch.from_numpy(rng.uniform(0.25, 2.0, shape)) if factors else torch.ones(shape)
-        # The factors are powers of two, so the products are values of q's dtype: the yardstick is
-        # exact.
+        # The factors are powers of two, so q's dtype represents the products, and the yardstick
+        # computes with exactly these values.
         scale = torch.exp2(torch.round(torch.log2(scale))).float().to(x.device)
         if factors and signed:
             scale *= torch.from_numpy(rng.choice([1, -1, 0], shape)).float().to(x.device)
@@ -123,7 +123,7 @@ def test_random_caches(dtype, seed):
 
 @pytest.mark.abi
 def test_many_rows():
-    """Key tiles that are packed once for several row tiles."""
+    """Covers key tiles that are packed once for several row tiles."""
     n = 70 if devices.current().name == "emulator" else 900
     check(Case(dtype="bf16", rows=(n,), keys=(n,), head_dim=64, head_dim_v=64, window=(-1, 0)))
 
@@ -241,7 +241,7 @@ SHAPES = test_decode.SHAPES | {"general": dict(rows=(2,) * 3, group=2, softcap=9
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
 def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
-    """Bitwise, when both are split alike, whichever form runs."""
+    """They are bitwise equal if both are split in the same way, whichever form runs."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.tensors
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions of ours that PyTorch has called."""
+    """The functions of tilewise.integrations.sdpa that PyTorch has called."""
     seen: list[str] = []
     for name in ("forward", "backward"):
         real = getattr(sdpa, name)

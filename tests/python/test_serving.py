@@ -411,11 +411,11 @@ def test_service_answers_and_closes(answers):
 def test_failing_listener_does_not_end_other_requests(answers, caplog):
     service, told = Service(engine()), []
 
-    def deaf(output: Output) -> None:
+    def failing_listener(output: Output) -> None:
         told.append(output)
         raise RuntimeError("nobody listens")
 
-    service.submit(PROMPTS[0], GREEDY, deaf)
+    service.submit(PROMPTS[0], GREEDY, failing_listener)
     answer = Answer()
     service.submit(PROMPTS[1], GREEDY, answer)
     service.close()

@@ -227,12 +227,12 @@ def test_failing_listener_cancels_only_its_request(service_of, fault, caplog):
     expected = engine().generate([PROMPTS[1]], GREEDY)[0].tokens
     service, told = service_of(), []
 
-    def deaf(output: Output) -> None:
+    def failing_listener(output: Output) -> None:
         told.append(output.finish)
         raise fault
 
     answer = Answer()
-    service.submit(PROMPTS[0], GREEDY, deaf)
+    service.submit(PROMPTS[0], GREEDY, failing_listener)
     service.submit(PROMPTS[1], GREEDY, answer)
     assert answer.done.wait(PATIENCE) and answer.tokens == expected
     eventually(lambda: told == [None, "cancelled"])

@@ -67,10 +67,10 @@ def test_models_that_ignore_position_ids_are_refused(monkeypatch):
     model = tiny_llama.make()
     forward = model.model.forward
 
-    def deaf(*args: Any, position_ids: Any = None, **more: Any) -> Any:
+    def without_positions(*args: Any, position_ids: Any = None, **more: Any) -> Any:
         return forward(*args, **more)
 
-    monkeypatch.setattr(model.model, "forward", deaf)
+    monkeypatch.setattr(model.model, "forward", without_positions)
     with pytest.raises(ValueError, match="follow from position_ids"):
         engine(model)
 
@@ -80,12 +80,12 @@ def test_arguments_unknown_to_a_model_are_named(monkeypatch, name):
     model = tiny_llama.make()
     forward = model.forward
 
-    def narrow(**given: Any) -> Any:
+    def without_argument(**given: Any) -> Any:
         if name in given:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
         return forward(**given)
 
-    monkeypatch.setattr(model, "forward", narrow)
+    monkeypatch.setattr(model, "forward", without_argument)
     with pytest.raises(ValueError, match=f"positions are enough: .*argument '{name}'"):
         engine(model)
 

@@ -1,4 +1,4 @@
-"""The cases for a model: each is a computation under eager attention and under ours."""
+"""The cases for a model: each is a computation with eager attention and with Tilewise."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cases(target: discover.Target, built: build.Built) -> Iterator[Case]:
 
 
 class Trial:
-    """A model under eager attention in fp64, and under both in one dtype."""
+    """A model with eager attention in fp64, and with eager attention and Tilewise in one dtype."""
 
     def __init__(self, built: build.Built, ours: Any) -> None:
         self.built = built
@@ -65,14 +65,14 @@ class Trial:
         self.models = functools.lru_cache(maxsize=2)(self._of_dtype)
 
     def _of_dtype(self, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-        """Reference, eager and ours; the reference has weights rounded to the dtype."""
+        """Models (reference, eager, Tilewise); the reference has weights rounded to the dtype."""
         eager, ours = self._models["eager"], self._models["ours"]
         if dtype is not torch.float32:
             eager, ours = (copy.deepcopy(model).to(dtype) for model in (eager, ours))
         return copy.deepcopy(eager).double(), eager, ours
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The outcome as it is stored: state, numbers and sentences."""
+        """The outcome as it is stored: state, errors and reason."""
         found = self._once(case, 0)
         if isinstance(found, dict):
             return found
@@ -152,13 +152,13 @@ def _computed(case: Case, model: Any, made: inputs.Inputs) -> Any:
 
 
 def _refusal_or_failure(error: Exception) -> dict[str, Any]:
-    """Tilewise's own error sentences are refusals, all other errors are failures."""
+    """Errors that Tilewise itself raises are refusals, all others are failures."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and "tilewise" in frames[-1].filename.replace("sweep_models", "")
-    sentence = isinstance(error, ValueError | TypeError | NotImplementedError) and ours
-    return {"state": "refused" if sentence else "failed", "why": build.error_text(error)}
+    refused = isinstance(error, ValueError | TypeError | NotImplementedError) and ours
+    return {"state": "refused" if refused else "failed", "why": build.error_text(error)}
 
 
 def sweep(target: discover.Target) -> dict[str, Any]:
@@ -180,9 +180,8 @@ def sweep(target: discover.Target) -> dict[str, Any]:
         return {**result, "state": "no attention"}
     try:
         ours = build.like(built.model, "tilewise")
-    except (
-        ValueError
-    ) as error:  # "asks": it calls an attention function, which Tilewise would serve
+    except ValueError as error:
+        # "asks" counts the calls of an attention function, which Tilewise would have served.
         return {**result, "state": "refused", "why": str(error), "asks": seen.eager}
     except Exception as error:
         return {**result, "state": "failed", "why": build.error_text(error)}

@@ -27,14 +27,14 @@ class Worker:
     def __init__(self, command: Sequence[str] = COMMAND, limit: float = TIME_LIMIT) -> None:
         self._command, self._limit = command, limit
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = 0
+        self._swept = 0
 
     def sweep(self, name: str) -> dict[str, Any]:
         """The result of this class."""
-        if self._process is None or self._asked >= CLASSES_PER_WORKER:
+        if self._process is None or self._swept >= CLASSES_PER_WORKER:
             self.close()
             self._start()
-        self._asked += 1
+        self._swept += 1
         assert self._process is not None and self._process.stdin is not None
         begin = time.monotonic()
         self._process.stdin.write(name.encode() + b"\n")
@@ -63,7 +63,7 @@ class Worker:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             preexec_fn=lambda: os.nice(10) and None,
         )
-        self._asked = 0
+        self._swept = 0
         if self._line(START_LIMIT) != b"ready\n":
             raise RuntimeError(f"a worker does not start: {self._end()}; run it by hand: "
                                "PYTHONPATH=tools python -m sweep_models.worker")  # fmt: skip
