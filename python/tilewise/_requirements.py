@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import NamedTuple
 
 
@@ -27,7 +28,7 @@ PACKAGES = {
 
 def is_older(name: str, version: str) -> bool:
     """Whether this version of a package is older than the oldest that works."""
-    return tuple(int(part) for part in version.split(".")[:2]) < PACKAGES[name].oldest
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < PACKAGES[name].oldest
 
 
 def require(what: str, *names: str) -> None:

@@ -227,6 +227,12 @@ def test_required_versions_match_pyproject():
         assert stated == {package.version}, name
 
 
+def test_versions_of_any_form_are_compared():
+    older, newer = ("2.9", "2.9.1+cu128", "1.13rc1", "2"), ("2.10", "2.11.0+cu130", "3.0rc1", "3")
+    assert all(_requirements.is_older("torch", version) for version in older)
+    assert not any(_requirements.is_older("torch", version) for version in newer)
+
+
 # --- the adapter of PyTorch ----------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ def allow_continuous_batching(name: str) -> None:
 
     manager = continuous_api.ContinuousBatchingManager
     switch = getattr(manager, "switch_to_cb_friendly_attn", None)
-    if switch is None or hasattr(switch, "__wrapped__"):
+    if switch is None or hasattr(switch, "by_tilewise"):
         return  # for older versions the registered name with the prefix "paged|" is enough
 
     @functools.wraps(switch)
@@ -70,6 +70,7 @@ def allow_continuous_batching(name: str) -> None:
         if model.config._attn_implementation != name:
             switch(self, model, *args, **kwargs)
 
+    setattr(switch_others, "by_tilewise", True)  # noqa: B010
     setattr(manager, "switch_to_cb_friendly_attn", switch_others)  # noqa: B010
 
     restrict = initialization.ensure_decode_fast_path_is_available

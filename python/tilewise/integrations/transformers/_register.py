@@ -35,7 +35,7 @@ def _refuse_unsupported_models() -> None:
     Such models never call the registered attention function, and would misread compact masks.
     """
     check = PreTrainedModel.get_correct_attn_implementation
-    if hasattr(check, "__wrapped__"):
+    if hasattr(check, "by_tilewise"):
         return
 
     @functools.wraps(check)
@@ -58,6 +58,7 @@ def _refuse_unsupported_models() -> None:
                 )
         return check(self, requested_attention, *args, **kwargs)
 
+    setattr(checked, "by_tilewise", True)  # noqa: B010
     setattr(PreTrainedModel, "get_correct_attn_implementation", checked)  # noqa: B010
 
 
