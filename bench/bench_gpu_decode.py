@@ -181,8 +181,8 @@ HEAD = ("point", *OURS, "cuDNN", *cases.SAME_CACHE_PEERS, "FA-2", "FA-3")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Microseconds per contestant, in brackets the ratio: ours to cuDNN, pages to contiguous keys,
-    float8 to bf16.
+    """Microseconds per contestant, in brackets the ratio: Tilewise to cuDNN, pages to contiguous
+    keys, float8 to bf16.
     """
     times = row["graph_us"] or row["eager_us"]
     over_cudnn = row["ratio"].get("cudnn", {})

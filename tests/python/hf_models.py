@@ -200,6 +200,6 @@ def with_attention(model: Any, implementation: str) -> Any:
 
 
 def under_both(model: Any, compute: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Results (eager, ours) of a computation with the model."""
+    """Results (eager, tilewise) of a computation with the model."""
     eager = compute(with_attention(model, "eager"))
     return eager, compute(with_attention(model, "tilewise"))

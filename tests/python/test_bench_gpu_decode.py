@@ -69,7 +69,7 @@ def test_lengths_and_pages_are_compared_with_peers_that_support_them():
     means = bench_gpu_decode.summary([r])["means"]
     assert means["uneven over cuDNN's uneven"] == pytest.approx(0.95)
     assert "cudnn uneven" in bench_gpu_decode.HEAD
-    peer_only = row(**{"cudnn page64": 9.0})  # ours did not run
+    peer_only = row(**{"cudnn page64": 9.0})  # Tilewise did not run
     assert peer_only["ratio"]["cudnn page64"] == {}
     assert "page64 over cuDNN's page64" not in bench_gpu_decode.summary([peer_only])["means"]
 

@@ -79,7 +79,7 @@ def test_wrong_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_eager_attention_is_detected() -> None:
-    """A model that computes eager attention under our name does not pass as equal."""
+    """A model that computes eager attention under the name of Tilewise does not pass as equal."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.models.bert import modeling_bert
 

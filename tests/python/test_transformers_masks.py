@@ -31,7 +31,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6, [1] * 6]).bool()
 
 
 def both(**call: Any) -> tuple[Tensor, Tensor]:
-    """(ours, eager's) result of one call of the mask function."""
+    """The results (Tilewise's, eager's) of one call of the mask function."""
     call = dict(batch_size=3, q_length=ROWS, kv_length=ROWS) | call
     call = {k: v.to(device()) if isinstance(v, Tensor) else v for k, v in call.items()}
     call["device"] = device()

@@ -112,8 +112,8 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
 # One run of a model says little either: one last bit of one attention, through thirty layers in
 # half precision, changes the mean error of the logits by a tenth. With last bits drawn at random,
 # fp16 gives 0.0202 +- 0.0025 with an exact attention, 0.0204 +- 0.0015 with eager and 0.0207 +-
-# 0.0021 with ours (16 draws each). The test therefore compares means over draws, the same draws for
-# both.
+# 0.0021 with Tilewise (16 draws each). The test therefore compares means over draws, the same draws
+# for both.
 DRAWS = 8
 
 
@@ -176,7 +176,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 # What the test above checks for a model, this one checks for its attention: with the q, k and v of
-# all thirty layers, ours is 0.37 (fp16) and 0.40 (bf16) times as far from fp64 as eager, which
+# all thirty layers, Tilewise is 0.37 (fp16) and 0.40 (bf16) times as far from fp64 as eager, which
 # rounds s and p as well.
 #
 # Single calls are also subject to chance where hardly more is lost than by rounding o: a kernel
@@ -291,5 +291,5 @@ def test_embeddings() -> None:
 
     expected, given = hf_models.under_both(model, lambda m: embed(m, texts))
     assert float((given - expected).abs().max()) < EMBEDDING_BOUND
-    single = torch.cat([embed(model, [text]) for text in texts])  # ours, without padding
+    single = torch.cat([embed(model, [text]) for text in texts])  # without padding
     assert float((given - single).abs().max()) < EMBEDDING_BOUND
