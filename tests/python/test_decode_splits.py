@@ -17,8 +17,8 @@ pytestmark = pytest.mark.abi
 
 
 def warps_per_tile_case(seed: int) -> Case:
-    """Most SMs have a tile. Lengths are unknown to the host, among them tiles with no keys and with
-    keys for one or two warps; or all keys are used.
+    """Most SMs have a tile. Either all keys are used, or only the GPU knows the lengths, and some
+    tiles have no keys, or keys for only one or two warps.
     """
     r = np.random.default_rng(seed)
     emulated = devices.current().name == "emulator"
