@@ -42,8 +42,8 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
                     const BackwardWorkspace& regions, void* workspace) {
   common::PrepareParams prepared = common::prepare_backward(p, g);
   if (is_varlen_k(p)) {
-    prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::keys,
-                      plan.tile_k, 1};
+    prepared.order = {regions.table.in<TileOrder::Entry>(workspace),
+                      common::OrderTask::Counts::keys, plan.tile_k, 1};
   }
   common::fit(prepared, common::FitTask::backward(p, regions.fit.in<int32_t>(workspace)),
               has_uniform_sequences(p) ? nullptr : index_record(p.device_index));

@@ -93,8 +93,8 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
 
   common::PrepareParams prepared = common::prepare_forward(p);
   if (regions.table.bytes > 0) {
-    prepared.order = {regions.table.in<TileOrder::Entry>(workspace), common::OrderTask::Of::rows,
-                      plan.tile_q, plan.pack};
+    prepared.order = {regions.table.in<TileOrder::Entry>(workspace),
+                      common::OrderTask::Counts::rows, plan.tile_q, plan.pack};
   }
   IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
   common::fit(prepared, common::FitTask::forward(p, regions.fit.in<int32_t>(workspace)), record);

@@ -54,9 +54,9 @@ TEST(CommonPrepare, OrdersSequencesLongestFirst) {
     params.problem.cu_seqlens_q = cu.data();
     params.problem.cu_seqlens_k = cu.data();
     params.problem.seqlen_q = params.problem.seqlen_k = cu.back();
-    for (const auto of : {common::OrderTask::Of::rows, common::OrderTask::Of::keys}) {
+    for (const auto of : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
       std::vector<TileOrder::Entry> table(static_cast<size_t>(batch) + 1, {-7, -7});
-      params.order = {table.data(), of, 64, of == common::OrderTask::Of::rows ? 3 : 1};
+      params.order = {table.data(), of, 64, of == common::OrderTask::Counts::rows ? 3 : 1};
       run(params);
       std::vector<int64_t> tiles;
       for (int64_t b = 0; b < batch; ++b) {
@@ -74,9 +74,9 @@ TEST(CommonPrepare, OrderCountsKeysInUse) {
     if (call.p.batch == 0) continue;
     common::PrepareParams params;
     params.problem = call.p;
-    for (const auto of : {common::OrderTask::Of::rows, common::OrderTask::Of::keys}) {
+    for (const auto of : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
       std::vector<TileOrder::Entry> table(static_cast<size_t>(call.p.batch) + 1);
-      const bool keys = of == common::OrderTask::Of::keys;
+      const bool keys = of == common::OrderTask::Counts::keys;
       params.order = {table.data(), of, 8, keys ? 1 : 2};
       run(params);
       std::vector<int64_t> tiles;
@@ -98,7 +98,7 @@ TEST(CommonPrepare, TableMatchesTileOrder) {
   params.problem.batch = static_cast<int64_t>(cu.size()) - 1;
   params.problem.cu_seqlens_q = cu.data();
   params.problem.seqlen_q = cu.back();
-  params.order = {table.data(), common::OrderTask::Of::rows, kTile, 1};
+  params.order = {table.data(), common::OrderTask::Counts::rows, kTile, 1};
   run(params);
   TileOrder order;
   order.heads = kHeads;

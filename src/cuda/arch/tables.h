@@ -47,8 +47,8 @@ struct Sm90 {
     return {.warps = 8, .warp_rows = 16, .keys = 16, .stages = tf32 ? 3 : 0, .blocks_per_sm = 1};
   }
 
-  // One warp and 16 rows: decoding takes as long as reading the keys and values, and four
-  // independent warps per SM have about 100 KB of them in flight.
+  // Tiles of one warp and 16 rows: decoding takes as long as reading the keys and values, and four
+  // independent warps per SM keep about 100 KB of them in flight.
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
     if (element_bytes == 1) {
       // Rows of TMA boxes are padded to 128 bytes. With pages of 16 keys this tile is up to 1.12
@@ -268,7 +268,7 @@ struct Sm86 {
               .early_barrier = false,
               .blocks_per_sm = 1};
     }
-    // Eight warps: four spill here as well.
+    // Eight warps here as well, since four spill.
     if (head_dim <= 64)
       return {.key_warps = 2,
               .query_warps = 4,
@@ -332,7 +332,7 @@ struct Sm75 {
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (element_bytes != 2) return kNoBackward;
-    // Eight warps, as on sm_86.
+    // Eight warps, for the reasons given in Sm86.
     if (head_dim <= 64)
       return {.key_warps = 4,
               .query_warps = 2,

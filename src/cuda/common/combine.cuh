@@ -265,7 +265,7 @@ struct Combine {
           for (int j = 0; j < kWidth; ++j) sum[j] = CombineWeights::add(sum[j], weight, x[j]);
         }
       }
-      if (first > 0) ptx::sync_block();  // the sums of the columns before have been read
+      if (first > 0) ptx::sync_block();  // the sums of the previous columns have been read
       for (int j = 0; j < kWidth; ++j) sums.set(thread * kWidth + j, ptx::bits_of(sum[j]));
       ptx::sync_block();
       if (thread >= kColumns || first + thread >= p.head_dim_v) continue;

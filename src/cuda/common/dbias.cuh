@@ -174,7 +174,7 @@ struct Dbias {
     const auto kv_head = static_cast<int32_t>(head / group_size(p));
     const auto rows = [&] { return Tiling{s.band.rows, kDbiasTile}.at(row_tile); };
     const auto keys = [&] { return Tiling{s.band.keys, kDbiasTile}.at(key_tile); };
-    ptx::sync_block();  // lse and delta of the head before have been read
+    ptx::sync_block();  // lse and delta of the previous head have been read
     statistics(s, head, rows());
     Micro score = {};
     product(score, query_rows_of(p.q, s, head, rows()), key_rows_of(p.k, s, kv_head, keys()),
@@ -205,7 +205,7 @@ struct Dbias {
     }
   }
 
-  // Adds ds of row `at` of the tile and four keys.
+  // Adds ds of row `at` of the tile, for four keys.
   TILEWISE_DEVICE void add_row(float (&sum)[kMicro], const float (&score)[kMicro],
                                const float (&dp)[kMicro], int32_t head, int32_t row_tile, int at,
                                int64_t first_key) const {
@@ -270,7 +270,7 @@ struct Dbias {
     const Tile tile = tile_of(block);
     Micro sum = {};
     for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
-      ptx::sync_block();  // all threads have read the state of the sequence before
+      ptx::sync_block();  // all threads have read the state of the previous sequence
       if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreMod::of(p)};
       ptx::sync_block();
       const Band& band = state().sequence.band;

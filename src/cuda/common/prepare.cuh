@@ -17,7 +17,7 @@ namespace tilewise::cuda::common {
 // --- the order of the sequences ------------------------------------------------------------------
 
 TILEWISE_DEVICE uint32_t tiles_of(const Problem& p, const OrderTask& task, int64_t b) {
-  if (task.of == OrderTask::Of::keys)
+  if (task.counts == OrderTask::Counts::keys)
     return static_cast<uint32_t>(ceil_div(key_count(p, b), task.tile));
   return static_cast<uint32_t>(ceil_div(used_rows(p, b).value * task.group, task.tile));
 }

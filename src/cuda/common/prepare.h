@@ -15,10 +15,10 @@ inline constexpr int kPrepareSharedBytes = kOrderBuckets * kPrepareWarps * 4 + k
 
 // TileOrder::table for tiles of `tile` packed rows of `group` heads, or of `tile` keys.
 struct OrderTask {
-  enum class Of : int32_t { rows, keys };
+  enum class Counts : int32_t { rows, keys };
 
   TileOrder::Entry* table = nullptr;  // [batch + 1]; null: no table
-  Of of = Of::rows;
+  Counts counts = Counts::rows;
   int32_t tile = 1;
   int32_t group = 1;  // query heads packed into a tile of rows
 };

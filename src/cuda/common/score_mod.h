@@ -18,10 +18,9 @@ inline constexpr bool kOneOption = kOption != Option::none && kOption != Option:
 // The instance for the options of a problem. Option::bias stands for a bias in the 16-bit type of
 // q, k and v, which is prefetched; fp32 bias takes Option::any.
 TILEWISE_DEVICE Option option_of(const Problem& p) {
-  constexpr float kMinProbability =
-      0x1p-17f;  // smaller probabilities round to 0 in dropout's 16 bits
+  constexpr float kMinP = 0x1p-17f;  // smaller probabilities round to 0 in dropout's 16 bits
   const bool on[] = {p.softcap != 0.0f, p.alibi_slopes != nullptr, p.bias != nullptr,
-                     p.dropout_p >= kMinProbability};
+                     p.dropout_p >= kMinP};
   const int count = on[0] + on[1] + on[2] + on[3];
   if (count == 0) return Option::none;
   if (count != 1 || (on[2] && p.bias_dtype == TILEWISE_FLOAT32)) return Option::any;
@@ -35,8 +34,8 @@ TILEWISE_DEVICE bool bias_rows_are_aligned(const Problem& p, int64_t bytes) {
   return ((address | strides * 2) & (bytes - 1)) == 0;
 }
 
-// Runs the instance of a role for the options of a problem. kLoops: the role has an instance for
-// each single option.
+// Runs the instance of a role for the options of a problem. kLoops tells that the role has an
+// instance for each single option.
 template <bool kLoops, class Role>
 TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
   if constexpr (kLoops) {

@@ -53,7 +53,7 @@ TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAdd
   }
 }
 
-// Stores the first `count` elements of 16 bytes, at any alignment.
+// Stores the first `count` of the elements in `x`, at any alignment.
 template <class C>
 TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint32_t (&x)[4],
                                     int64_t count) {

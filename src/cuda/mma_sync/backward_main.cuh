@@ -59,7 +59,7 @@ struct StepTiles {
         p(shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)) {}
 
   int own_query;      // the first query of the warp
-  uint32_t own_rows;  // its offset in the tiles of q and d_out
+  uint32_t own_rows;  // its byte offset in the tiles of q and d_out
   ptx::SharedAddress q;
   ptx::SharedAddress d_out;
   ptx::SharedAddress own_lse;

@@ -45,10 +45,10 @@ struct RowBlock {
       r.batch = static_cast<int32_t>(pair % sequences);
     } else {
       const auto tiles = static_cast<uint32_t>(kPadded.count(problem) / kPadded.tile);
-      const PaddedRows::TileStart place = kPadded.locate(problem, block % tiles);
+      const PaddedRows::TileStart start = kPadded.locate(problem, block % tiles);
       r.head = static_cast<int32_t>(block / tiles);
-      r.batch = static_cast<int32_t>(place.batch);
-      r.row0 = static_cast<int32_t>(place.row0);
+      r.batch = static_cast<int32_t>(start.batch);
+      r.row0 = static_cast<int32_t>(start.row0);
     }
     return r;
   }
@@ -76,7 +76,7 @@ TILEWISE_DEVICE void load_chunk(uint32_t (&r)[4], const typename C::Element::Sto
   }
 }
 
-// Element i of 16 bytes.
+// Element i of the 16 bytes in `r`.
 template <class Element>
 TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
   if constexpr (Element::kBytes == 4)
@@ -140,7 +140,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 
 #pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kInFlight) {
-    // Lane i of the lanes of a row finishes the row of pass i of those in flight.
+    // kLanes lanes share a row; lane i of them finishes the row of pass `pass + i`.
     const int own = first + (pass + lane) * Lanes::kRowsPerPass;
     LogSum sum;
     float dlse = 0.0f;

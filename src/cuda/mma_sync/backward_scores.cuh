@@ -31,7 +31,8 @@ class KeyMask {
     return offset < keys_ && query >= first_ + offset && query <= last_ + offset;
   }
 
-  // Invisible scores become `hidden`. `row` above is the row of the lane's first query.
+  // Sets invisible scores to `hidden`. Here the `row` passed to the constructor must be the row of
+  // the lane's first query.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, float hidden) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -54,7 +55,7 @@ class KeyMask {
  private:
   int32_t first_;
   int32_t last_;
-  int32_t keys_;  // valid ones, from key 0 of the lane on
+  int32_t keys_;  // number of valid keys from key 0 of the lane on
 };
 
 // Loads row_lse or row_delta of the queries 8n + 2t and 8n + 2t + 1.
@@ -131,7 +132,7 @@ class GeneralScores {
 
  public:
   TILEWISE_DEVICE GeneralScores(const Problem& p, const Sequence& s, int64_t head, int64_t key)
-      : terms_(ScoreMod::of(p)), rows_(static_cast<int32_t>(s.band.rows)), key_(key) {
+      : score_mod_(ScoreMod::of(p)), rows_(static_cast<int32_t>(s.band.rows)), key_(key) {
     start_head(p, s, head);
   }
   TILEWISE_DEVICE void start_head(const Problem& p, const Sequence& s, int64_t head) {
@@ -150,7 +151,7 @@ class GeneralScores {
     const int64_t first = int64_t{tile_index} * Plan::kQueries + row % Plan::kQueries;
     const int lane = ptx::lane_index();
     uint32_t kept[8];
-    if (terms_.dropout.on()) draw(kept, row);
+    if (score_mod_.dropout.on()) draw(kept, row);
 #pragma unroll
     for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
       float l[2];
@@ -170,14 +171,14 @@ class GeneralScores {
           const int32_t from_row = 8 * n + lane % 4 * 2 + e % 2;
           const int32_t query = row + from_row;
           float keep = 1.0f;
-          if (terms_.dropout.on()) {
+          if (score_mod_.dropout.on()) {
             const int drawn_by = e % 2 + m * 2 + n % 2 * 4;
             const uint32_t bit = kept[drawn_by] >> (e / 2 * 8 + n / 2 * 16) & 1u;
-            keep = bit != 0 ? terms_.dropout.keep_scale : 0.0f;
+            keep = bit != 0 ? score_mod_.dropout.keep_scale : 0.0f;
           }
           if (query < rows_ && mask.visible(offset, from_row)) {
             const auto score =
-                terms_.at(s.x[m][n][e], row_score_mod(query, bias_stride_row), key_ + offset);
+                score_mod_.at(s.x[m][n][e], row_score_mod(query, bias_stride_row), key_ + offset);
             float value = score.value;
             if (origin[e % 2].is_far()) [[unlikely]]
               value = origin[e % 2].relative(value, 1.0f);
@@ -201,9 +202,10 @@ class GeneralScores {
     return r;
   }
 
-  // The 16 keys of a dropout block lie across the 8 lanes of equal t, two in each, and so do the 8
-  // combinations of (n % 2, m, e % 2): lane g draws those of combination g for every pair of n, and
-  // kept[c] is what lane c has drawn, from the bit of this lane's first key on.
+  // A dropout block is 16 keys of a row, two in each of the 8 lanes of equal t. Per pair of n these
+  // lanes hold 8 blocks, one for each combination of (n % 2, m, e % 2), and lane g draws the block
+  // of combination g. kept[c] is what lane c has drawn, shifted so that bit 0 is this lane's first
+  // key.
   TILEWISE_DEVICE void draw(uint32_t (&kept)[8], int32_t row) const {
     static_assert(Plan::kWarpQueries <= 32);
     const int lane = ptx::lane_index();
@@ -212,9 +214,9 @@ class GeneralScores {
     const auto counter = [&](int i) {
       RowScoreMod r = head_;
       r.row = static_cast<uint32_t>(row + 16 * i + g / 4 * 8 + 2 * t + g % 2);
-      return terms_.dropout_counter(r, key_ - g + g / 2 % 2 * 16);
+      return score_mod_.dropout_counter(r, key_ - g + g / 2 % 2 * 16);
     };
-    const Dropout& dropout = terms_.dropout;
+    const Dropout& dropout = score_mod_.dropout;
     const uint32_t drawn = Plan::kWarpQueries > 16
                                ? dropout.template kept_keys<DeviceMath>(counter(0), counter(1))
                                : dropout.template kept_keys<DeviceMath>(counter(0));
@@ -222,7 +224,7 @@ class GeneralScores {
     for (int c = 0; c < 8; ++c) kept[c] = ptx::shuffle(drawn, c * 4 + t) >> g;
   }
 
-  ScoreMod terms_;
+  ScoreMod score_mod_;
   RowScoreMod head_;  // of row 0
   int32_t rows_;
   int64_t key_;  // of the lane: row g of its warp's 32 keys

@@ -28,7 +28,7 @@ struct Forward {
 
   Block o[C::kGroups];
   float m[4];
-  float l[4];  // over this thread's keys
+  float l[4];  // sums over this thread's keys only
 
   TILEWISE_DEVICE Forward(const ForwardParams& all, const TileOrder::WorkTile& tile)
       : params(all),
@@ -47,8 +47,8 @@ struct Forward {
     }
   }
 
-  // Turns products into scores in natural units, rounded to fp32 as in the backward. `exact`: a
-  // pair may be masked; masked pairs become -inf.
+  // Turns products into scores in natural units, rounded to fp32 as in the backward. `exact` tells
+  // that some pairs of row and key may be masked: their scores become -inf.
   TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool exact) const {
     if (!general) {
       const float scale = shared().score_mod.score.scale;
@@ -114,7 +114,7 @@ struct Forward {
   TILEWISE_DEVICE void step_of(int64_t first_key) {
     Shared& memory = shared();
     const Step now = Step::of(p, first_key);
-    ptx::sync_block();  // the key table of the step before has been read
+    ptx::sync_block();  // the key table of the previous step has been read
     load_key_table(p, first_key);
     const auto columns = static_cast<int>(p.head_dim);
     Block weight;
@@ -195,7 +195,7 @@ struct Forward {
   TILEWISE_DEVICE void run(Range packed) {
     const RowTile tile{params.packing, work_tile.head * params.packing.group, packed};
     const Band& band = shared().sequence.band;
-    ptx::sync_block();  // the table of the rows before has been read
+    ptx::sync_block();  // the table of the previous rows has been read
     const Range split_keys =
         key_split({0, band.keys}, shared().splits, work_tile.split, params.key_tile);
     const Range keys = intersect(band.keys_of_any(tile.rows()), split_keys);

@@ -118,7 +118,8 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
       key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
-// Visibility inside a thread's 4x4 block: row i sees its keys [begin[i], end[i]) out of 4 x + j.
+// Visibility inside a thread's 4x4 block: row i sees the keys j of the block with begin[i] <= j <
+// end[i].
 struct Visible {
   int32_t begin[4];
   int32_t end[4];
@@ -158,9 +159,9 @@ struct OwnWeights {
   TILEWISE_DEVICE void store(const Block& from) const {
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
-      *reinterpret_cast<Four*>(data + a * kRowStride) =
-          kKeysFirst ? Four{{from[0][a], from[1][a], from[2][a], from[3][a]}}
-                     : Four{{from[a][0], from[a][1], from[a][2], from[a][3]}};
+      *reinterpret_cast<Float4*>(data + a * kRowStride) =
+          kKeysFirst ? Float4{{from[0][a], from[1][a], from[2][a], from[3][a]}}
+                     : Float4{{from[a][0], from[a][1], from[a][2], from[a][3]}};
     }
   }
   TILEWISE_DEVICE void load(Block& to) const {
@@ -202,7 +203,7 @@ struct OwnWeights {
 // One step of a walk: the rows of the tile and kTile keys.
 struct Step {
   int64_t first_key;  // a multiple of kTile
-  bool exact;         // a pair may be masked: by the band, the lengths or a bias of -inf
+  bool exact;         // some pairs may be masked: by the band, the lengths or a bias of -inf
 
   TILEWISE_DEVICE static Step of(const Problem& p, int64_t first_key) {
     const RowTile& tile = shared().tile;

@@ -14,7 +14,7 @@ namespace tilewise::cuda::simt {
 // rows by four columns without a bank conflict, and rows stay 16-byte aligned.
 inline constexpr int kRowStride = kTile + 4;
 
-struct alignas(16) Four {
+struct alignas(16) Float4 {
   float x[4];
 };
 
@@ -81,8 +81,8 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
   }
 }
 
-// c += A^T B over kChain rows of A and B. kExact: a weight of 0 in A ignores B even where B is NaN
-// or infinite; otherwise 0 * NaN is NaN.
+// c += A^T B over kChain rows of A and B. With kExact a weight of 0 in A ignores B even where B is
+// NaN or infinite; otherwise 0 * NaN is NaN.
 template <bool kExact>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   const ThreadPosition thread = ThreadPosition::own();
@@ -92,8 +92,8 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   clear(sum);
 #pragma unroll 4
   for (int k = 0; k < kChain; ++k) {
-    const Four u = *reinterpret_cast<const Four*>(a_own + k * kRowStride);
-    const Four v = *reinterpret_cast<const Four*>(b_own + k * kRowStride);
+    const Float4 u = *reinterpret_cast<const Float4*>(a_own + k * kRowStride);
+    const Float4 v = *reinterpret_cast<const Float4*>(b_own + k * kRowStride);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (kExact && u.x[i] == 0.0f) continue;
