@@ -106,10 +106,8 @@ def test_assisted_generation_gives_the_greedy_text(name: str, assistant: str) ->
     options: dict[str, Any] = dict(prompt_lookup_num_tokens=3)
     if assistant == "model":
         helper = hf_models.decoder(name, "tilewise")
-        with torch.no_grad():
-            helper.model.layers[2].self_attn.o_proj.weight.mul_(
-                0.5
-            )  # the assistant is often right, but not always
+        with torch.no_grad():  # the assistant is then often right, but not always
+            helper.model.layers[2].self_attn.o_proj.weight.mul_(0.5)
         options = dict(assistant_model=helper)
     given = model.generate(
         ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **options
