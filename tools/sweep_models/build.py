@@ -139,7 +139,5 @@ def _randomise_weights(model: torch.nn.Module) -> None:
 
 def error_text(error: BaseException) -> str:
     """Kind and message on one line, with file names but no folders."""
-    text = re.sub(
-        r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split())
-    )  # remove local folders
+    text = re.sub(r"(?<![\w.])/\S*/(?=\S)", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text}"[:300]
