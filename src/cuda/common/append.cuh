@@ -323,8 +323,8 @@ struct Append {
       Float8* const y = static_cast<Float8*>(to.data) + location.offset(to) + head * to.stride_head;
       const float factor = value ? v_descale(a, r.batch, head) : k_descale(a, r.batch, head);
       for (int64_t e = ptx::lane_index(); e < columns; e += ptx::kWarpSize) {
-        const float all = value ? to_float(x[e]) : rotated(x, e, position);
-        y[e] = from_float<Float8>(all / factor);
+        const float element = value ? to_float(x[e]) : rotated(x, e, position);
+        y[e] = from_float<Float8>(element / factor);
       }
     }
   }

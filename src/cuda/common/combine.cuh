@@ -31,8 +31,8 @@ struct CombinedRow {
   RowLocation location{};
   int64_t head = 0;
   int32_t splits = 1;
-  // Rows of partial_out and partial_lse: that of split 0, that of split 1, and the distance from
-  // there to the row of each next split.
+  // The rows of split 0 and split 1 in partial_out and partial_lse, and the distance from the row
+  // of each later split to the next.
   int64_t first = 0;
   int64_t second = 0;
   int64_t stride = 0;
@@ -360,9 +360,10 @@ struct CombineByWarps {
       }
 #pragma unroll
       for (int i = 0; i < kChains; ++i) {
-        const float its = ptx::shuffle(weight, begin + i);
+        const float split_weight = ptx::shuffle(weight, begin + i);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) sum[i][j] = CombineWeights::add(sum[i][j], its, x[i][j]);
+        for (int j = 0; j < kWidth; ++j)
+          sum[i][j] = CombineWeights::add(sum[i][j], split_weight, x[i][j]);
       }
     }
     if (!exists) return;

@@ -11,8 +11,8 @@
 
 namespace tilewise::cuda {
 
-// For each row of a lane: the factor of the output, lse, and the rest that rounding lse to fp32
-// left, which is computed only if the caller wants it (Problem::lse_low).
+// For each row of a lane: the factor of the output, lse, and the remainder that the rounding of lse
+// to fp32 left, which is computed only if the caller wants it (Problem::lse_low).
 template <int kRows>
 struct RowResults {
   float factor[kRows][2];
@@ -38,9 +38,9 @@ inline constexpr float kMaxExponent = 0x1p12f;
 // Above this l its reciprocal is subnormal.
 inline constexpr float kOverflow = 0x1p126f;
 
-// The exponent x for use as the m of a row. Beyond kMaxExponentWithBias it returns a number above
-// whatever x was rounded from: then no weight exceeds 2, and the sums of such a row stay finite
-// until m moves on.
+// The exponent x for use as the m of a row. If |x| is beyond kMaxExponentWithBias, the result is
+// larger than the exact exponent that was rounded to x: then no weight exceeds 2, and the sums of
+// such a row stay finite until m moves on.
 TILEWISE_DEVICE float round_exponent_up(float x) {
   return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kMaxExponentWithBias, x - 4.0f));
 }
@@ -134,8 +134,8 @@ TILEWISE_DEVICE bool is_lost(const Problem& p, const QueryTile& q_tile, int32_t 
 }
 
 // Adds up l over the quad, adds the sink, and computes the results of the rows. `weight` multiplies
-// the output (the scale of the weights that dropout keeps); unit() is the unit of the scores. kLow:
-// with the low parts of lse if the caller wants them; otherwise these are 0.
+// the output (the scale of the weights that dropout keeps); unit() is the unit of the scores. With
+// kLow the low parts of lse are computed if the caller wants them; otherwise they are 0.
 template <class Element, bool kLow, int kRows, class Unit>
 TILEWISE_DEVICE RowResults<kRows> finish_rows(const ForwardParams& p, const QueryTile& q_tile,
                                               const LanePosition& position,

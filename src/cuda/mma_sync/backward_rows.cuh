@@ -103,8 +103,8 @@ class RowPointer {
   static constexpr bool kOneColumn = Lanes::kColumns == 1;
 
   const char* from_;
-  int32_t bytes_;  // of a row, from the first 16 bytes of this thread on
-  bool exists_;    // the first 16 bytes
+  int32_t bytes_;  // bytes of a row from this thread's first piece on
+  bool exists_;    // whether this thread's first piece lies in the row
   bool aligned_ = true;
 };
 
@@ -167,7 +167,7 @@ class RowPipeline {
   RowPointer<C> q_;
   RowPointer<C> d_out_;
   ptx::SharedAddress shared_;
-  int32_t rows_;  // of the sequence, less the first row of this thread
+  int32_t rows_;  // rows of the sequence minus this thread's first row in a tile
   RowTile<C> tile_;
   int32_t head_ = 0;
 };

@@ -190,8 +190,8 @@ class KeyStream {
   int columns_;
   int32_t keys_;
   int32_t first_;                 // the first tile to load
-  bool exists_[Lanes::kColumns];  // fast path: the columns of this thread
-  const char* base_;              // of the head
+  bool exists_[Lanes::kColumns];  // fast path: whether this thread's columns exist
+  const char* base_;              // start of the head
   const char* next_ = nullptr;    // fast path: this thread's 16 bytes in the next tile
   KvSource kv_;                   // general form
   bool aligned_ = true;

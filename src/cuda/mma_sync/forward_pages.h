@@ -104,7 +104,7 @@ class PageStream {
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
     const Lanes lanes(row_thread<C>());
     const int64_t head = p.group.quotient(q_tile.rows.first_head) * view.stride_head;
-    // Otherwise the compiler would take the sum apart and compute it again for each row.
+    // Without `opaque` the compiler would take the sum apart and compute it again for each row.
     base_ = ptx::opaque(static_cast<const char*>(view.data) + head * Element::kBytes +
                         lanes.chunk * 16);
 #pragma unroll
@@ -158,8 +158,8 @@ class PageStream {
 
   int32_t page_chunks_;
   int32_t row_chunks_;
-  const char* base_;              // of the head, at the first 16 bytes of this thread
-  bool exists_[Lanes::kColumns];  // the columns of this thread
+  const char* base_;              // start of the head, plus this thread's offset in a row
+  bool exists_[Lanes::kColumns];  // whether this thread's columns exist
   uint32_t row_offsets_[Rows::kLookUps];
 };
 

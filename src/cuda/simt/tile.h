@@ -109,7 +109,7 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
 }
 
 // C = A B^T for the rows of two tensors: scores, or dP. `stage` has room for kTile * kRowStride
-// floats. Its previous contents may be overwritten once all threads have called this function.
+// floats; it is overwritten only after all threads have called this function.
 template <class A, class B>
 TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
   float* const stage_b = stage + kChain * kRowStride;
