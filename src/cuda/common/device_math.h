@@ -78,9 +78,9 @@ struct HalfMath : DeviceMath {
 
     // unit * tanh(factor * x), plus an optional term, for small x: the best polynomial of degree 7
     // for arguments up to 0.4, with a relative error of 1.2e-7 besides rounding.
-    class Small {
+    class SmallTanh {
      public:
-      TILEWISE_DEVICE Small(float factor, float unit) {
+      TILEWISE_DEVICE SmallTanh(float factor, float unit) {
         const float square = factor * factor;
         float power = factor;
         c_[0] = factor * unit;
@@ -100,13 +100,13 @@ struct HalfMath : DeviceMath {
 
       float c_[4];
     };
-    TILEWISE_DEVICE Small small(float unit) const {
+    TILEWISE_DEVICE SmallTanh small(float unit) const {
       // opaque: the powers are computed at each use instead of being kept in registers.
-      return Small(ptx::float_of(ptx::opaque(ptx::bits_of(factor_))), unit);
+      return SmallTanh(ptx::float_of(ptx::opaque(ptx::bits_of(factor_))), unit);
     }
     template <int kCount>
     TILEWISE_DEVICE void apply_to_small(float (&x)[kCount]) const {
-      const Small tanh = small(1.0f);
+      const SmallTanh tanh = small(1.0f);
 #pragma unroll
       for (float& each : x) each = tanh(each);
     }

@@ -45,8 +45,9 @@ class ExactRow {
     LogSum base = of_keys < of_sink ? of_sink : of_keys;
     base.lse = exponent_base(base.lse);
     const float weight = exponential(of_keys.above(base));
-    const float all = weight + exponential(of_sink.above(base));
-    const float factor = l == 0.0f ? 0.0f : weight / (all * l) * v_descale(p_, s_.batch, kv_head_);
+    const float total = weight + exponential(of_sink.above(base));
+    const float factor =
+        l == 0.0f ? 0.0f : weight / (total * l) * v_descale(p_, s_.batch, kv_head_);
     T* const out =
         static_cast<T*>(p_.out.data) + s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
 #pragma unroll
@@ -56,7 +57,7 @@ class ExactRow {
     }
     if (p_.lse == nullptr || ptx::lane_index() != 0) return;
     LogSum sum;
-    if (all != 0.0f) sum = LogSum::of(base.lse, ptx::log_accurate(all), base.low);
+    if (total != 0.0f) sum = LogSum::of(base.lse, ptx::log_accurate(total), base.low);
     const int64_t at = s_.lse_offset(p_.lse_stride_batch, row_) + head_ * p_.lse_stride_head;
     p_.lse[at] = sum.lse;
     if (p_.lse_low != nullptr) p_.lse_low[at] = sum.low;
@@ -83,8 +84,8 @@ class ExactRow {
     if (!ptx::any(weight != 0.0f)) return;  // NaN is not 0
 #pragma unroll 1
     for (int i = 0; i < min<int64_t>(ptx::kWarpSize, keys_.end - first); ++i) {
-      const float its = ptx::shuffle(weight, i);
-      if (its != 0.0f) add_value(first + i, its);
+      const float key_weight = ptx::shuffle(weight, i);
+      if (key_weight != 0.0f) add_value(first + i, key_weight);
     }
   }
 
@@ -126,7 +127,7 @@ class ExactRow {
   ScoreMod score_mod_;
   const RowScoreMod row_score_mod_;
   float m_ = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
-  float l_ = 0.0f;      // over the keys of this lane
+  float l_ = 0.0f;      // sum over the keys of this lane
   float o_[kColumns] = {};
 };
 
