@@ -116,7 +116,7 @@ def runs_on(sm: int, code: dict[str, int]) -> bool:
 def gpus_without_code(code: Sequence[dict[str, int]]) -> Iterator[str]:
     """GPUs for which a build with CUDA lacks kernels; none for a build without CUDA."""
     text = (ROOT / "src" / "cuda" / "arch" / "limits.h").read_text()
-    for sm, table in re.findall(r"Limits\{(\d+), (\d+),", text):
+    for sm, table in re.findall(r"Limits\{\.sm = (\d+), \.table = (\d+),", text):
         for wanted in (0, int(table)):
             mine = [row for row in code if row["table"] == wanted]
             if code and not any(runs_on(int(sm), row) for row in mine):

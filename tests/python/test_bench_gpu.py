@@ -305,5 +305,5 @@ def test_launch_in_a_cuda_graph_is_measured(capsys):
     gpu_report.show_summary({"summary": summary, "graph_latency": rows, "not_measured": []})
     printed = capsys.readouterr().out
     assert "One call in a CUDA graph" in printed and points[0] in printed
-    assert "other: cudnn does not take it: not captured" in printed
+    assert "other: cudnn does not support it: not captured" in printed
     assert "largest distance between quartiles, ours: 0.0 % (tilewise, bf16 fwd D64" in printed
