@@ -286,7 +286,8 @@ TEST(NamedBarrier, Misuse) {
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_arrive(16, 64); }), "bar_arrive of barrier 16");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 48); }),
               "with 48 threads: it must be whole warps");
-  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 96); }), "at most the 64 threads of the block");
+  expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, 96); }),
+              "at most the 64 threads of the block");
   expect_part(fault_of(1, 64, 0, [] { ptx::bar_sync(1, ptx::warp_index() == 0 ? 64 : 32); }),
               "with 32 threads, but others use it with 64");
 }
