@@ -13,7 +13,7 @@ from tilewise._library import library_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", "docs/c-api.md", "docs/api.md")
+PAGES = ("README.md", "docs/c-api.md", "docs/api.md", "docs/distributed.md")
 BLOCKS = [block for page in PAGES for block in BLOCK.findall((ROOT / page).read_text())]
 
 

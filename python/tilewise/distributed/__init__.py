@@ -1,0 +1,16 @@
+"""One sequence over several processes: context parallelism on ``torch.distributed``.
+
+Each rank of a process group holds some rows of q, k and v and gets the same rows of out. The
+transport is that of the group: gloo or NCCL. docs/distributed.md describes the cut of a sequence,
+the methods, their cost and their limits.
+
+The package needs torch.
+"""
+
+from tilewise._requirements import require
+
+require("tilewise.distributed", "torch")
+
+from .layout import positions, shard, unshard
+
+__all__ = ["positions", "shard", "unshard"]

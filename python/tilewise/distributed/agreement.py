@@ -1,0 +1,96 @@
+"""Ranks compare their calls before they exchange tensors, so that a difference is an error.
+
+Collectives whose arguments differ between ranks hang or move the wrong bytes. Each call therefore
+begins with an exchange of a 64-bit hash of its arguments and of three row counts. Only if the
+hashes differ do the ranks exchange the arguments themselves, and all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .ranks import Ranks, device_of, exchanging, gather_equal
+
+NUMBERS = 3  # how many numbers a call sends, whatever it is
+
+
+class Call(NamedTuple):
+    """The values that must be the same on all ranks, by name, and numbers that may differ."""
+
+    same: dict[str, str]
+    numbers: tuple[int, ...] = ()
+
+
+def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[list[int]]:
+    """Compares the calls of all ranks; returns the numbers of each.
+
+    Args:
+        ranks: The ranks that take part.
+        function: The name of the function that was called.
+        describe: Checks this rank's arguments and describes them. A TypeError or ValueError that it
+            raises is raised here, after the other ranks have been told.
+
+    Raises:
+        ValueError: the ranks differ, or another rank refused its arguments. The message names the
+            rank, the argument and both values.
+    """
+    refusal: Exception | None = None
+    try:
+        call = describe()
+    except (TypeError, ValueError) as error:
+        if ranks.world == 1:
+            raise
+        call, refusal = Call({"refused": str(error)}), error
+    numbers = [*call.numbers, *[0] * NUMBERS][:NUMBERS]
+    if ranks.world == 1:
+        return [numbers]
+    with exchanging("its arguments", ranks):
+        received = _exchange([_hash(function, call.same), *numbers], ranks)
+        differ = any(row[0] != received[0][0] for row in received)
+        calls: list[Any] = [(function, call.same)] * ranks.world
+        if differ:
+            dist.all_gather_object(calls, (function, call.same), group=ranks.group)
+    if refusal is not None:
+        raise refusal
+    if differ:
+        raise ValueError(_difference(calls))
+    return [row[1:] for row in received]
+
+
+def _hash(function: str, same: dict[str, str]) -> int:
+    digest = hashlib.blake2b(repr((function, sorted(same.items()))).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _exchange(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device_of(ranks))
+    received = sent.new_empty(ranks.world * len(numbers))
+    gather_equal(received, sent, group=ranks.group)
+    return received.view(ranks.world, len(numbers)).tolist()
+
+
+def _difference(calls: Sequence[tuple[str, dict[str, str]]]) -> str:
+    """The sentence about the first rank that differs from rank 0, the same on every rank."""
+    first_function, first = calls[0]
+    for rank, (function, same) in enumerate(calls):
+        if function != first_function:
+            return (
+                f"tilewise.distributed: rank {rank} calls {function}, but rank 0 calls "
+                f"{first_function}: all ranks of a group must make the same call"
+            )
+        if "refused" in same:
+            return f"tilewise.distributed.{function}: rank {rank} was refused: {same['refused']}"
+    for rank, (_, same) in enumerate(calls):
+        for name in sorted({*same, *first}, key=[*first, *same].index):
+            have, want = same.get(name, "nothing"), first.get(name, "nothing")
+            if have != want:
+                return (
+                    f"tilewise.distributed.{first_function}: {name} is {have} on rank {rank}, but "
+                    f"{want} on rank 0, and must be the same on all ranks"
+                )
+    return f"tilewise.distributed.{first_function}: the calls of the ranks differ"

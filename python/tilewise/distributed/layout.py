@@ -1,0 +1,201 @@
+"""The rows of a sequence that each rank has, and how to cut and join tensors accordingly.
+
+A layout gives each rank one or two runs of consecutive rows. "contiguous" cuts a sequence into as
+many chunks as ranks. "zigzag" cuts it into twice as many and gives rank i the chunks i and
+2 P - 1 - i, so that all ranks of a causal call compute about equally many scores (the layout of
+Megatron-LM and of ring-flash-attention's zigzag). Chunk c of n begins at row c * size // n: sizes
+need not divide, and ranks may have no rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .agreement import Call, agree
+from .ranks import Ranks, all_gather, ranks_of, reduce_scatter, sum_dtype
+
+LAYOUTS = ("zigzag", "contiguous")
+
+Run: TypeAlias = tuple[int, int]  # rows from the first to before the second
+Runs: TypeAlias = tuple[Run, ...]
+
+
+def check_layout(layout: str) -> str:
+    """The layout, if it is one."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, but must be 'zigzag' or 'contiguous'")
+    return layout
+
+
+def runs_of(size: int, layout: str, count: int) -> list[Runs]:
+    """The runs of rows of each of `count` ranks, in increasing order; adjacent runs are joined."""
+    chunks = count if layout == "contiguous" else 2 * count
+    starts = [chunk * size // chunks for chunk in range(chunks + 1)]
+    result: list[Runs] = []
+    for rank in range(count):
+        first = (starts[rank], starts[rank + 1])
+        if layout == "contiguous":
+            result.append((first,))
+            continue
+        second = (starts[chunks - 1 - rank], starts[chunks - rank])
+        joined = first[1] == second[0]
+        result.append(((first[0], second[1]),) if joined else (first, second))
+    return result
+
+
+def length(runs: Runs) -> int:
+    """The number of rows of the runs together."""
+    return sum(end - begin for begin, end in runs)
+
+
+def lengths(runs: list[Runs]) -> list[int]:
+    """The number of rows of each rank."""
+    return [length(own) for own in runs]
+
+
+def cut(x: Tensor, dim: int, runs: Runs) -> Tensor:
+    """The rows of the runs, end to end; a view where it can be one."""
+    parts = [x.narrow(dim, begin, end - begin) for begin, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def join(pieces: list[Tensor], dim: int, runs: list[Runs]) -> Tensor:
+    """The whole from the pieces of all ranks."""
+    shape = list(pieces[0].shape)
+    shape[dim] = sum(lengths(runs))
+    whole = pieces[0].new_empty(shape)
+    for piece, own in zip(pieces, runs, strict=True):
+        at = 0
+        for begin, end in own:
+            whole.narrow(dim, begin, end - begin).copy_(piece.narrow(dim, at, end - begin))
+            at += end - begin
+    return whole
+
+
+def gather(x: Tensor, dim: int, runs: list[Runs], ranks: Ranks, what: str) -> Tensor:
+    """The whole, from this rank's rows in dimension `dim`; not differentiable."""
+    pieces = all_gather(x.movedim(dim, 0), lengths(runs), ranks, what)
+    return join(pieces, 0, runs).movedim(0, dim)
+
+
+def scatter_sum(whole: Tensor, dim: int, runs: list[Runs], ranks: Ranks, what: str) -> Tensor:
+    """This rank's rows of the sum over ranks, in float32 or wider: the adjoint of ``gather``."""
+    wide = whole.to(sum_dtype(whole.dtype))
+    return reduce_scatter([cut(wide, dim, own) for own in runs], ranks, what)
+
+
+class Gather(torch.autograd.Function):
+    """``gather``; the backward adds the gradients of all ranks in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, runs: list[Runs], ranks: Ranks, what: str) -> Tensor:
+        """See ``gather``."""
+        ctx.plan = dim, runs, ranks, what
+        return gather(x, dim, runs, ranks, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        """See ``scatter_sum``."""
+        dim, runs, ranks, what = ctx.plan
+        dx = scatter_sum(dwhole, dim, runs, ranks, f"the gradient of {what}")
+        return dx.to(dwhole.dtype), None, None, None, None
+
+
+def positions(
+    size: int, *, layout: str, group: Any = None, device: torch.device | str | None = None
+) -> Tensor:
+    """The places of this rank's rows in the sequence, for example for rotary embedding.
+
+    Args:
+        size: Rows of the whole sequence.
+        layout: "zigzag" or "contiguous".
+        group: A process group; None is the default group.
+        device: Device of the result; None is PyTorch's default.
+
+    Returns:
+        int64 [rows of this rank], in the order of ``shard``.
+
+    Raises:
+        ValueError: size is negative or layout is neither of the two.
+    """
+    ranks = ranks_of(group)
+    own = runs_of(_size(size), check_layout(layout), ranks.world)[ranks.rank]
+    return torch.cat([torch.arange(begin, end, device=device) for begin, end in own])
+
+
+def shard(x: Tensor, dim: int, *, layout: str, group: Any = None) -> Tensor:
+    """This rank's rows of a tensor that every rank has whole; nothing is exchanged.
+
+    Args:
+        x: The whole, for example a batch of tokens or labels.
+        dim: The dimension of the sequence.
+        layout: "zigzag" or "contiguous".
+        group: A process group; None is the default group.
+
+    Returns:
+        The rows ``positions`` of dimension dim. The gradient of x is this rank's part: zero outside
+        its rows. Summed over ranks, the parts are the whole gradient.
+
+    Raises:
+        ValueError: layout is neither of the two.
+    """
+    ranks = ranks_of(group)
+    runs = runs_of(x.shape[dim], check_layout(layout), ranks.world)
+    return cut(x, dim, runs[ranks.rank])
+
+
+def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -> Tensor:
+    """The whole tensor on every rank, from the rows that each rank has; the inverse of ``shard``.
+
+    All ranks must call it. The loss is the sum of the losses of the ranks: the gradient of x adds
+    up the gradients that its rows get on all ranks, in float32 or wider. If each rank computes the
+    same loss from the whole, divide it by the number of ranks.
+
+    Args:
+        x: This rank's rows.
+        dim: The dimension of the sequence.
+        layout: "zigzag" or "contiguous".
+        size: Rows of the whole sequence.
+        group: A process group; None is the default group.
+
+    Returns:
+        The whole, in the order of the sequence.
+
+    Raises:
+        ValueError: x has another number of rows than the layout gives this rank, or the arguments
+            of the ranks differ.
+        RuntimeError: another rank has stopped.
+    """
+    ranks = ranks_of(group)
+
+    def describe() -> Call:
+        runs = runs_of(_size(size), check_layout(layout), ranks.world)
+        own, have = length(runs[ranks.rank]), x.shape[dim]
+        if have != own:
+            raise ValueError(
+                f"x has {have} rows in dimension {dim} on rank {ranks.rank}, but layout "
+                f"{layout!r} of size {size} over {ranks.world} ranks gives it {own}"
+            )
+        shape: list[int | str] = list(x.shape)
+        shape[dim] = "rows"
+        differentiable = torch.is_grad_enabled() and x.requires_grad
+        return Call({
+            "layout": repr(layout), "size": str(size), "shape of x": str(shape),
+            "dtype of x": str(x.dtype), "requires_grad of x": str(differentiable),
+        })  # fmt: skip
+
+    agree(ranks, "unshard", describe)
+    if ranks.world == 1:
+        return x
+    return Gather.apply(x, dim % x.dim(), runs_of(size, layout, ranks.world), ranks, "x")
+
+
+def _size(size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"size is {size!r}, but must be an integer of at least 0")
+    return size

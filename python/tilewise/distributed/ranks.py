@@ -1,0 +1,116 @@
+"""The process group of a call, and the collectives that move pieces of different sizes.
+
+Sums over ranks are computed here in rank order from exchanged pieces instead of by the reducing
+collectives: they receive as many bytes, and their result is bitwise the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# PyTorch 2.13 renamed the collective and warns of the old name.
+gather_equal: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Ranks(NamedTuple):
+    """A process group and this process's place in it; group is None for a single process."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+
+
+def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
+    """The ranks of a group or of a mesh of one dimension; by default, those of all processes.
+
+    Without an initialised default group, this process is the only rank.
+    """
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("group and mesh are both given, but only one of them is allowed")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh has {mesh.ndim} dimensions, but must have 1: pass the dimension of the "
+                "sequence, as in mesh['cp']"
+            )
+        group = mesh.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks(None, 0, 1)
+        group = dist.group.WORLD
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group does not contain this process, but must")
+    return Ranks(group, rank, dist.get_world_size(group))
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """The device of tensors that every backend of the group can move."""
+    if "nccl" in str(dist.get_backend(ranks.group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def exchanging(what: str, ranks: Ranks) -> Iterator[None]:
+    """Says which exchange failed if the backend reports that another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"tilewise.distributed: rank {ranks.rank} of {ranks.world} could not exchange {what}: "
+            "another rank has stopped, has raised an error or cannot be reached "
+            f"({dist.get_backend(ranks.group)}: {error})"
+        ) from error
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Ranks, what: str
+) -> list[Tensor]:
+    """Sends pieces[r] to rank r; returns what rank r sent, of shape shapes[r], for every r."""
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    sizes = [math.prod(shape) for shape in shapes]
+    received = sent.new_empty(sum(sizes))
+    with exchanging(what, ranks):
+        dist.all_to_all_single(
+            received, sent, sizes, [piece.numel() for piece in pieces], group=ranks.group
+        )
+    parts = received.split(sizes)
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def all_gather(piece: Tensor, counts: Sequence[int], ranks: Ranks, what: str) -> list[Tensor]:
+    """The pieces of all ranks, of which rank r's has counts[r] rows in dimension 0.
+
+    Pieces are padded to the longest one, because the collective takes equal sizes only. Layouts
+    cut a sequence into pieces that differ by two rows at most.
+    """
+    longest, rest = max(counts), piece.shape[1:]
+    padded = piece.new_zeros((longest, *rest))
+    padded[: piece.shape[0]] = piece
+    received = piece.new_empty((len(counts) * longest, *rest))
+    with exchanging(what, ranks):
+        gather_equal(received, padded, group=ranks.group)
+    parts = received.view(len(counts), longest, *rest)
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are summed over ranks: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def reduce_scatter(pieces: Sequence[Tensor], ranks: Ranks, what: str) -> Tensor:
+    """The sum over ranks, in rank order, of the piece that each has for this rank."""
+    shape = pieces[ranks.rank].shape
+    first, *others = all_to_all(pieces, [shape] * ranks.world, ranks, what)
+    for other in others:
+        first += other
+    return first

@@ -1,0 +1,86 @@
+"""Processes that run functions of the tests as the ranks of gloo groups of 1 to 4 processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+START = 120.0  # seconds to import torch on a busy machine
+WAIT = 60.0  # seconds after which a hang is a failure
+
+
+def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    """The life of one process: joins a group of every size, then runs what the pipe brings."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=WAIT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout
+    )
+    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, count + 1)}
+    pipe.send("ready")
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        function, size, arguments = job
+        try:
+            pipe.send((True, function(groups[size], *arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # without the shutdown of gloo, which may wait for a rank that was killed
+
+
+class Pool:
+    """`count` processes, of which a job uses the first few."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(count):
+            here, there = context.Pipe()
+            store = os.path.join(self.folder.name, "store")
+            process = context.Process(target=_serve, args=(rank, count, store, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            assert pipe.poll(START), "a rank did not start"
+            pipe.recv()
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results of function(group, *arguments) on the ranks of the group of that size."""
+        for pipe in self.pipes[:size]:
+            pipe.send((function, size, arguments))
+        replies = []
+        for rank, pipe in enumerate(self.pipes[:size]):
+            assert pipe.poll(WAIT), f"rank {rank} of {size} hangs in {function.__name__}"
+            replies.append(pipe.recv())
+        failed = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(replies) if not good]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in replies]
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].join()
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()

@@ -1,0 +1,168 @@
+"""Cutting and joining sequences over ranks, and the errors of ranks that do not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch has no gloo", allow_module_level=True)
+
+import tilewise.distributed as td  # noqa: E402
+from distributed_ranks import Pool  # noqa: E402
+from tilewise.distributed.layout import lengths, runs_of  # noqa: E402
+from tilewise.distributed.ranks import sum_dtype  # noqa: E402
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
+def test_every_row_has_one_rank(layout, count):
+    for size in (0, 1, 2, 3, 7, 24, 100, 128):
+        runs = runs_of(size, layout, count)
+        rows = [row for own in runs for begin, end in own for row in range(begin, end)]
+        assert sorted(rows) == list(range(size))
+        assert max(lengths(runs)) - min(lengths(runs)) <= 2
+        assert all(own == tuple(sorted(own)) for own in runs)
+
+
+def test_zigzag_is_megatrons():
+    assert runs_of(24, "zigzag", 3) == [((0, 4), (20, 24)), ((4, 8), (16, 20)), ((8, 16),)]
+    assert runs_of(24, "contiguous", 3) == [((0, 8),), ((8, 16),), ((16, 24),)]
+
+
+def test_zigzag_balances_causal_work():
+    for count in (2, 4, 8):
+        work = [sum(r + 1 for b, e in own for r in range(b, e)) for own in
+                runs_of(32 * count, "zigzag", count)]  # fmt: skip
+        assert len(set(work)) == 1
+
+
+def test_one_process_needs_no_group():
+    x = torch.arange(7)
+    for layout in LAYOUTS:
+        assert torch.equal(td.positions(7, layout=layout), x)
+        assert torch.equal(td.shard(x, 0, layout=layout), x)
+        assert torch.equal(td.unshard(x, 0, layout=layout, size=7), x)
+
+
+def round_trip(group, layout, size, dim, dtype):
+    generator = torch.Generator().manual_seed(3)
+    shape = [3, 5, 4]
+    shape[dim] = size
+    whole = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    rank = torch.distributed.get_rank(group)
+    own = td.shard(whole, dim, layout=layout, group=group)
+    where = td.positions(size, layout=layout, group=group)
+    assert torch.equal(own, whole.index_select(dim, where))
+    leaf = own.detach().requires_grad_()
+    back = td.unshard(leaf, dim, layout=layout, size=size, group=group)
+    assert back.dtype == dtype and torch.equal(back, whole)
+    (back * weight * (rank + 1)).sum().backward()
+    count = torch.distributed.get_world_size(group)
+    part = td.shard(weight, dim, layout=layout, group=group)
+    wide = sum((part * (r + 1)).to(sum_dtype(dtype)) for r in range(count))
+    assert torch.equal(leaf.grad, wide.to(dtype))
+    (own * part).sum().backward()
+    return torch.is_tensor(whole.grad), whole.grad, weight
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip_and_gradients(pool, layout):
+    for count in (1, 2, 3, 4):
+        for size, dim, dtype in (
+            (16, 0, torch.float32), (13, 1, torch.bfloat16), (3, -1, torch.float32),
+            (0, 1, torch.float32), (29, 2, torch.float64),
+        ):  # fmt: skip
+            replies = pool.run(count, round_trip, layout, size, dim, dtype)
+            total = sum(grad for _, grad, _ in replies)
+            assert torch.equal(total, replies[0][2])  # one rank's part per row, the rest zeros
+
+
+def cut_labels(group):
+    labels = torch.arange(10, 21)
+    own = td.shard(labels, 0, layout="zigzag", group=group)
+    return td.unshard(own, 0, layout="zigzag", size=11, group=group).tolist()
+
+
+def test_integers_are_moved(pool):
+    assert pool.run(3, cut_labels) == [list(range(10, 21))] * 3
+
+
+def disagree(group, kind):
+    rank = torch.distributed.get_rank(group)
+    layout, size, x = "contiguous", 12, torch.zeros(4, 2)
+    if rank == 1:
+        if kind == "layout":
+            layout = "zigzag"
+        elif kind == "dtype":
+            x = x.half()
+        elif kind == "rows":
+            x = x[:3]
+        elif kind == "shape":
+            x = torch.zeros(4, 5)
+        elif kind == "grad":
+            x.requires_grad_()
+    try:
+        td.unshard(x, 0, layout=layout, size=size, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("layout", "layout is 'zigzag' on rank 1, but 'contiguous' on rank 0"),
+        ("dtype", "dtype of x is torch.float16 on rank 1, but torch.float32 on rank 0"),
+        ("rows", "x has 3 rows in dimension 0 on rank 1, but layout 'contiguous' of size 12"),
+        ("shape", "shape of x is ['rows', 5] on rank 1, but ['rows', 2] on rank 0"),
+        ("grad", "requires_grad of x is True on rank 1, but False on rank 0"),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_all(pool, kind, words):
+    for text in pool.run(3, disagree, kind):
+        assert words in text
+
+
+def test_bad_arguments():
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match="layout is 'ring', but must be 'zigzag' or 'contiguous'"):
+        td.shard(x, 0, layout="ring")
+    with pytest.raises(ValueError, match="size is -1, but must be an integer of at least 0"):
+        td.positions(-1, layout="zigzag")
+    with pytest.raises(ValueError, match="x has 4 rows in dimension 0 on rank 0, but layout"):
+        td.unshard(x, 0, layout="zigzag", size=5)
+
+
+def wait_for_the_dead(group):
+    x = torch.zeros(2 + torch.distributed.get_rank(group), 3)
+    try:
+        td.unshard(x, 0, layout="contiguous", size=5, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_died_is_a_sentence():
+    pool = Pool(2)
+    try:
+        pool.kill(1)
+        pool.pipes[0].send((wait_for_the_dead, 2, ()))
+        assert pool.pipes[0].poll(100), "rank 0 waits for a dead rank"
+        good, text = pool.pipes[0].recv()
+        assert good and "rank 0 of 2 could not exchange its arguments: another rank" in text
+        assert "gloo:" in text
+    finally:
+        pool.close()
