@@ -11,6 +11,8 @@ from tilewise._requirements import require
 
 require("tilewise.distributed", "torch")
 
+from .api import attention, explain
+from .choice import Choice
 from .layout import positions, shard, unshard
 
-__all__ = ["positions", "shard", "unshard"]
+__all__ = ["Choice", "attention", "explain", "positions", "shard", "unshard"]

@@ -1,0 +1,115 @@
+"""The public functions of ``tilewise.distributed`` on this rank's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import _check
+from .._check import Window
+from .._request import Request
+from . import allgather, choice, ulysses
+from .choice import Choice
+from .layout import check_layout
+from .problem import check_method, prepare
+from .ranks import ranks_of
+from .ulysses import call
+
+_ATTEND = {"ulysses": ulysses.attend, "allgather": allgather.attend}
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any = None, mesh: Any = None, method: str = "auto",
+    layout: str = "zigzag", tensor_layout: str = "bshd", causal: bool = False,
+    window: Window = (None, None), scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
+    deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
+    k_descale: Any = None, v_descale: Any = None, reduce_replicated: bool = False,
+) -> Any:  # fmt: skip
+    """Exact attention of one batch of sequences whose rows are cut over the ranks of a group.
+
+    All ranks must call it, and must run its backward, with equal arguments except for the rows. q,
+    k and v are this rank's rows in the order of ``shard``; the number of rows of the whole is the
+    sum over ranks. Options not listed below are those of ``tilewise.attention`` for the whole
+    sequence. The loss is the sum of the losses of the ranks.
+
+    Args:
+        q: Queries: [batch, rows of this rank, heads_q, head_dim], of a dtype of
+            ``tilewise.attention``.
+        k: Keys; the whole sequence may have another number of keys than of rows.
+        v: Values.
+        group: A process group; None is the default group.
+        mesh: A DeviceMesh of one dimension, instead of group.
+        method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
+            takes the one with the lower predicted time (see ``explain``).
+        layout: How the sequence is cut: "zigzag" or "contiguous".
+        tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.
+        scale: As in ``tilewise.attention``; a tensor gets this rank's part of its gradient.
+        bias: This rank's rows of the bias, or one row for all, with the keys of the whole sequence.
+        alibi_slopes: float32 [heads_q] or [batch, heads_q], the same on all ranks; with method
+            "allgather" only if causal.
+        sinks: float32 [heads_q], the same on all ranks; gets this rank's part of its gradient.
+        dropout_p: Must be 0 with several ranks.
+        k_descale: Must be None with several ranks, which take no float8 keys.
+        v_descale: The same.
+        reduce_replicated: Give scale, sinks and a bias of one row the sum of their gradients over
+            ranks, instead of this rank's part, which data-parallel reducers add up.
+
+    Returns:
+        This rank's rows of out; with return_lse also of lse, float32 [batch, heads_q, rows].
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device, range, or differs between ranks.
+        RuntimeError: another rank has stopped, or no kernel can run the problem.
+    """
+    request = Request(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+    )  # fmt: skip
+    ranks = ranks_of(group, mesh)
+    if ranks.world == 1:
+        check_layout(layout)
+        check_method(method)
+        results = call(q, k, v, request, tensor_layout)
+        return results if return_lse else results[0]
+    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
+    out, lse = _ATTEND[choice.choose(p, method).method](p)
+    if _check.heads_first(tensor_layout):
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any = None, mesh: Any = None, method: str = "auto",
+    layout: str = "zigzag", tensor_layout: str = "bshd", reduce_replicated: bool = False,
+    **options: Any,
+) -> Choice:  # fmt: skip
+    """The method that ``attention`` would use, and why; computes nothing.
+
+    All ranks must call it, as they compare their arguments.
+
+    Args:
+        q: As in ``attention``, like everything below.
+        k: Keys.
+        v: Values.
+        group: A process group.
+        mesh: A DeviceMesh.
+        method: The method, or "auto".
+        layout: How the sequence is cut.
+        tensor_layout: The order of the dimensions.
+        reduce_replicated: Whether gradients of replicated inputs are added up.
+        **options: The options of ``tilewise.attention``.
+
+    Returns:
+        The choice with the predicted bytes, messages and times; print it.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype, or is unknown.
+        ValueError: as for ``attention``.
+    """
+    ranks = ranks_of(group, mesh)
+    request = Request(**options)
+    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
+    return choice.choose(p, method)

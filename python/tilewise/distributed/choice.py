@@ -1,0 +1,147 @@
+"""Which method a call uses: a model of the bytes, messages and products of the busiest rank.
+
+The model assumes that exchanges and products do not overlap, as in the present code. Its speeds are
+assumptions, not measurements: they only have to order two methods of one call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from . import allgather
+from .layout import Run, lengths
+from .problem import METHODS, Problem
+from .ulysses import key_heads, query_heads
+
+
+class Speeds(NamedTuple):
+    """The work that a rank is assumed to do per second, and the cost of a message."""
+
+    bytes: float
+    flops: float
+    message: float  # seconds
+
+
+CPU = Speeds(2e9, 1e11, 1e-4)  # gloo on one host, a few cores
+GPU = Speeds(1.5e11, 4e14, 1e-5)  # NCCL over NVLink, 16-bit tensor cores
+
+
+class Estimate(NamedTuple):
+    """The busiest rank's work by one method, with the backward if the call is differentiable."""
+
+    bytes: float  # received
+    messages: int
+    flops: float
+    seconds: float
+
+
+class Choice(NamedTuple):
+    """The method of a call, the reason, and the estimates that were compared.
+
+    Printed, it is a table with one line per method.
+    """
+
+    method: str
+    reason: str
+    estimates: dict[str, Estimate]
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"method: {self.method} ({self.reason})"]
+        for name, e in self.estimates.items():
+            lines.append(
+                f"  {name}: {e.bytes / 1e6:.3f} MB received in {e.messages} messages, "
+                f"{e.flops / 1e9:.3f} GFLOP, predicted {e.seconds * 1e3:.3f} ms on the busiest rank"
+            )
+        lines += [f"  {name}: not exact here: {why}" for name, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+def choose(p: Problem, method: str) -> Choice:
+    """The method that a call uses; the same on all ranks.
+
+    Raises:
+        ValueError: the method that the call names cannot compute it exactly.
+    """
+    if p.ranks.world == 1:
+        return Choice("local", "one rank has the whole sequence", {}, {})
+    why = allgather.why_not(p)
+    refused = {"allgather": why} if why else {}
+    if method in refused:
+        raise ValueError(
+            f"{why}, which method='{method}' cannot compute exactly; method='ulysses' can"
+        )
+    estimates = {"ulysses": _ulysses(p), "allgather": _allgather(p)}
+    if method != "auto":
+        return Choice(method, "named by the call", estimates, refused)
+    possible = [name for name in METHODS if name not in refused]
+    best = min(possible, key=lambda name: estimates[name].seconds)
+    reason = "the lower predicted time" if len(possible) > 1 else "the only exact one"
+    return Choice(best, reason, estimates, refused)
+
+
+def visible_pairs(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> int:
+    """How many (row, key) pairs of the run the window leaves."""
+    left, right = window
+    first, last = run[0] + size_k - size_q, run[1] + size_k - size_q  # aligned keys
+    rows = run[1] - run[0]
+    upper = (
+        rows * size_k if right is None else _clipped(first + right + 1, last + right + 1, size_k)
+    )
+    lower = 0 if left is None else _clipped(first - left, last - left, size_k)
+    return upper - lower
+
+
+def _clipped(first: int, last: int, most: int) -> int:
+    """The sum of min(max(i, 0), most) over i from first to before last."""
+    begin, end = min(max(first, 0), most), min(max(last, 0), most)
+    above = max(0, last - max(first, most))
+    return (begin + end - 1) * (end - begin) // 2 + above * most
+
+
+def _estimate(p: Problem, received: float, messages: int, pairs_heads: float) -> Estimate:
+    columns = p.q.shape[3] + p.v.shape[3]
+    # The backward has 5 products for the forward's 2.
+    flops = 2.0 * columns * p.q.shape[0] * pairs_heads * (3.5 if p.differentiable else 1.0)
+    # The group decides, not this rank's tensors, so that all ranks choose the same.
+    speeds = GPU if "nccl" in str(dist.get_backend(p.ranks.group)) else CPU
+    seconds = received / speeds.bytes + messages * speeds.message + flops / speeds.flops
+    return Estimate(received, messages, flops, seconds)
+
+
+def _ulysses(p: Problem) -> Estimate:
+    world, (heads_q, heads_kv) = p.ranks.world, p.heads
+    of_q = [len(own) for own in query_heads(heads_q, world)]
+    of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
+    rows, keys, copies = lengths(p.rows), lengths(p.keys), sum(of_kv)
+    d, dv = p.q.shape[3], p.v.shape[3]
+    worst = 0
+    for rank in range(world):
+        other_rows, other_keys = p.size_q - rows[rank], p.size_k - keys[rank]
+        other_heads = heads_q - of_q[rank]
+        total = other_rows * of_q[rank] * d + other_keys * of_kv[rank] * (d + dv)  # q, k, v
+        total += rows[rank] * other_heads * dv  # out
+        if p.differentiable:
+            total += other_rows * of_q[rank] * dv + rows[rank] * other_heads * d  # dout, dq
+            total += keys[rank] * (copies - of_kv[rank]) * (d + dv)  # dk, dv
+        worst = max(worst, total)
+    received = float(worst * p.q.shape[0] * p.q.element_size())
+    messages = (8 if p.differentiable else 4) * (world - 1)
+    pairs = visible_pairs((0, p.size_q), p.size_q, p.size_k, p.request.window)
+    return _estimate(p, received, messages, pairs * max(of_q))
+
+
+def _allgather(p: Problem) -> Estimate:
+    world, (heads_q, heads_kv) = p.ranks.world, p.heads
+    keys = lengths(p.keys)
+    columns = p.q.shape[0] * heads_kv * (p.q.shape[3] + p.v.shape[3])
+    received = float((p.size_k - min(keys)) * columns * p.q.element_size())
+    if p.differentiable:
+        received += max(keys) * (world - 1) * columns * 4.0  # in float32
+    pairs = max(
+        sum(visible_pairs(run, p.size_q, p.size_k, p.request.window) for run in own)
+        for own in p.rows
+    )
+    return _estimate(p, received, (4 if p.differentiable else 2) * (world - 1), pairs * heads_q)

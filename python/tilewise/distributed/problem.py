@@ -1,0 +1,217 @@
+"""One call of distributed attention after all ranks have agreed on it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import _check, _torch
+from .._request import Request
+from .agreement import Call, agree
+from .layout import Runs, check_layout, lengths, runs_of
+from .ranks import Ranks, all_gather, sum_dtype
+
+METHODS = ("ulysses", "allgather")
+
+
+def check_method(method: str) -> str:
+    """The method, if it is one, or "auto"."""
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
+        raise ValueError(f"method is {method!r}, but must be 'auto', 'ulysses' or 'allgather'")
+    return method
+
+
+class Problem(NamedTuple):
+    """This rank's rows in "bshd" order, and what is known of the whole.
+
+    The request has no bias, and its window includes causal.
+    """
+
+    ranks: Ranks
+    q: Tensor  # [B, rows of this rank, Hq, D]
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # [B or 1, Hq or 1, rows of this rank or 1, Sk]
+    bias_has_rows: bool  # else its one row is the same for all rows, on all ranks
+    request: Request
+    rows: list[Runs]  # of each rank
+    keys: list[Runs]
+
+    @property
+    def size_q(self) -> int:
+        return sum(lengths(self.rows))
+
+    @property
+    def size_k(self) -> int:
+        return sum(lengths(self.keys))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.shape[2], self.k.shape[2]
+
+    @property
+    def differentiable(self) -> bool:
+        tensors = (self.q, self.k, self.v, self.bias, self.request.sinks, self.request.scale)
+        return torch.is_grad_enabled() and any(_requires_grad(x) for x in tensors)
+
+
+class Replicated(torch.autograd.Function):
+    """The same tensor; the backward adds up the parts that the ranks have of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, what: str) -> Tensor:
+        """Returns x itself."""
+        ctx.plan = ranks, what
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        """Adds in rank order, in float32 or wider."""
+        ranks, what = ctx.plan
+        wide = dx.to(sum_dtype(dx.dtype)).unsqueeze(0)
+        parts = all_gather(wide, [1] * ranks.world, ranks, f"the gradient of {what}")
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total[0].to(dx.dtype), None, None
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, layout: str, tensor_layout: str, method: str,
+    request: Request, reduce_replicated: bool,
+) -> Problem:  # fmt: skip
+    """Checks this rank's arguments, compares them with those of the other ranks.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device or range, or the ranks differ.
+    """
+    local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+
+    def describe() -> Call:
+        check_layout(layout)
+        check_method(method)
+        if ranks.world > 1:
+            _refuse(k, request)
+        bias = _torch._autocast(q, k, v, request.bias)[3]
+        *tensors, options = _torch.prepare_dense(
+            q, k, v, tensor_layout, request._replace(bias=None)
+        )
+        rows, heads = tensors[0].shape[1:3]
+        if bias is not None:
+            _torch._check_bias(bias, tensors[0])
+            _check.bias(bias, tensors[0].shape[0], heads, rows, None)
+            bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        local.append((tensors[0], tensors[1], tensors[2], bias))
+        same = _same(local[0], request, (options.window_left, options.window_right))
+        same |= {
+            "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
+            "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
+        }  # fmt: skip
+        return Call(same, (rows, tensors[1].shape[1], 0 if bias is None else bias.shape[2]))
+
+    numbers = agree(ranks, "attention", describe)
+    q, k, v, bias = local[0]
+    rows = _runs("q", [row[0] for row in numbers], layout)
+    keys = _runs("k and v", [row[1] for row in numbers], layout)
+    has_rows = _bias_has_rows(bias, [row[2] for row in numbers], rows, sum(lengths(keys)))
+    left, right = _check.window_bounds(request.causal, request.window)
+    request = request._replace(
+        bias=None, causal=False, window=(None if left < 0 else left, None if right < 0 else right)
+    )
+    if reduce_replicated:
+        request = request._replace(
+            sinks=_reduced(request.sinks, ranks, "sinks"),
+            scale=_reduced(request.scale, ranks, "scale"),
+        )
+        bias = bias if has_rows else _reduced(bias, ranks, "bias")
+    return Problem(ranks, q, k, v, bias, has_rows, request, rows, keys)
+
+
+def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
+    return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
+
+
+def _refuse(k: Any, request: Request) -> None:
+    """Refuses the options that no method computes over several ranks."""
+    if _check.dropout(request.dropout_p) > 0.0:
+        raise ValueError(
+            f"dropout_p is {request.dropout_p}, but must be 0 over several ranks: no method can "
+            "number its bits by the rows, keys and heads of the whole sequence yet"
+        )
+    for name in ("k_descale", "v_descale"):
+        if getattr(request, name) is not None:
+            raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
+    if isinstance(k, Tensor) and _check.is_float8(k.dtype):
+        raise TypeError(
+            f"k has dtype {k.dtype}, but must have that of q over several ranks: no method takes "
+            "float8 keys yet"
+        )
+
+
+def _same(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], request: Request, window: tuple[int, int]
+) -> dict[str, str]:
+    """The values that must be the same on all ranks, by name."""
+    given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
+             "alibi_slopes": request.alibi_slopes}  # fmt: skip
+    rows_at = {"q": 1, "k": 1, "v": 1, "bias": 2}
+    same: dict[str, str] = {"window with causal": str(window)}
+    for name, x in given.items():
+        if x is None:
+            same[name] = "None"
+            continue
+        shape: list[int | str] = list(x.shape)
+        if name in rows_at:
+            shape[rows_at[name]] = "rows"
+        same[f"shape of {name}"] = str(shape)
+        same[f"dtype of {name}"] = str(x.dtype)
+        differentiable = torch.is_grad_enabled() and x.requires_grad
+        same[f"requires_grad of {name}"] = str(differentiable)
+    scale = request.scale
+    same["scale"] = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+    same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
+    for name in ("softcap", "return_lse", "deterministic", "tf32", "batch_invariant"):
+        same[name] = str(getattr(request, name))
+    return same
+
+
+def _runs(name: str, counts: list[int], layout: str) -> list[Runs]:
+    """The runs of each rank, from the number of rows that each has given."""
+    runs = runs_of(sum(counts), layout, len(counts))
+    expected = lengths(runs)
+    for rank, (have, want) in enumerate(zip(counts, expected, strict=True)):
+        if have != want:
+            raise ValueError(
+                f"{name} on rank {rank} has {have} rows (on all ranks {counts}), but layout "
+                f"{layout!r} of these {sum(counts)} rows gives it {want} ({expected})"
+            )
+    return runs
+
+
+def _bias_has_rows(bias: Tensor | None, counts: list[int], rows: list[Runs], keys: int) -> bool:
+    """Whether the bias of each rank has that rank's rows; else it has one row for all."""
+    if bias is None:
+        return False
+    if bias.shape[3] not in (1, keys):
+        raise ValueError(
+            f"bias has {bias.shape[3]} keys, but must have 1 or the {keys} keys of the whole "
+            "sequence: each rank gives its rows of the bias with all keys"
+        )
+    if counts == lengths(rows):
+        return True
+    for rank, count in enumerate(counts):
+        if count != 1:
+            raise ValueError(
+                f"bias on rank {rank} has {count} rows, but must have 1 on all ranks, or each "
+                f"rank's rows: {lengths(rows)}"
+            )
+    return False

@@ -1,0 +1,168 @@
+"""Attention over the ranks of a group: out, lse and all gradients of every method against the
+oracle at the bounds of the unsharded call, and what methods refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch has no gloo", allow_module_level=True)
+
+import tilewise.distributed as td  # noqa: E402
+import yardstick  # noqa: E402
+from bounds import check_gradients, check_lse, check_out  # noqa: E402
+from cases import Built, Case, flat, float64  # noqa: E402
+from distributed_ranks import Pool  # noqa: E402
+from tilewise.distributed.layout import runs_of  # noqa: E402
+
+METHODS, LAYOUTS = ("ulysses", "allgather"), ("zigzag", "contiguous")
+CAUSAL = (-1, 0)
+BASE = Case(rows=(29, 29), keys=(29, 29), heads_kv=2, group=2, head_dim=16, head_dim_v=16,
+            dlse=True, seed=1)  # fmt: skip
+CASES = {
+    "full": {},
+    "causal": {"window": CAUSAL},
+    "bf16_causal": {"dtype": "bf16", "window": CAUSAL, "rows": (64, 64), "keys": (64, 64)},
+    "fp16": {"dtype": "fp16"},
+    "window": {"window": (5, 3)},
+    "left_window": {"window": (4, -1)},
+    "right_window": {"window": (-1, 2)},
+    "sliding": {"window": (3, 0), "heads_kv": 1, "group": 4},
+    "more_keys": {"keys": (41, 41), "window": CAUSAL},
+    "fewer_keys": {"keys": (13, 13), "window": CAUSAL, "sinks": True},
+    "short": {"rows": (3, 3), "keys": (5, 5), "window": (2, 1)},
+    "one_row": {"rows": (1, 1), "keys": (17, 17), "window": CAUSAL},
+    "one_head": {"heads_kv": 1, "group": 1, "window": CAUSAL},
+    "five_heads": {"heads_kv": 5, "group": 1},
+    "groups_of_three": {"heads_kv": 2, "group": 3, "window": CAUSAL},
+    "value_width": {"head_dim": 24, "head_dim_v": 8, "window": CAUSAL},
+    "softcap": {"softcap": 0.8, "window": CAUSAL},
+    "alibi": {"alibi": "bh", "window": CAUSAL},
+    "alibi_window": {"alibi": "h", "window": (6, 0)},
+    "sinks": {"sinks": True, "window": CAUSAL},
+    "scale": {"scale_ptr": True, "scale": 0.4, "window": CAUSAL},
+    "bias_all": {"bias": "bhr", "window": CAUSAL},
+    "bias_rows": {"bias": "r", "bias_hides": True},
+    "bias_heads": {"bias": "bh"},
+    "bias_keys": {"bias": "", "window": (7, 2)},
+    "idle_ranks": {
+        "heads_kv": 1, "group": 2, "bias": "hr", "sinks": True, "scale_ptr": True, "scale": 0.3,
+        "rows": (2, 2), "window": CAUSAL,
+    },
+    "everything": {
+        "softcap": 1.2, "alibi": "h", "bias": "hr", "sinks": True, "scale_ptr": True, "scale": 0.3,
+        "window": (9, 0), "heads_kv": 2, "group": 3, "keys": (37, 37),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+def case_of(name: str) -> Case:
+    return replace(BASE, **CASES[name])
+
+
+def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
+    """This rank's leaves q, k, v, and its options, with leaves for what is differentiable."""
+    c = b.case
+    qkv = [td.shard(x, 1, layout=layout, group=group).detach().clone() for x in (b.q, b.k, b.v)]
+    options: dict = {"softcap": c.softcap, "window": tuple(None if w < 0 else w for w in c.window)}
+    options["scale"] = torch.tensor(b.scale) if c.scale_ptr else b.scale
+    options["sinks"], options["alibi_slopes"] = b.sinks, b.slopes
+    if b.bias is not None:
+        rows = td.shard(b.bias, 2, layout=layout, group=group) if "r" in c.bias else b.bias
+        options["bias"] = rows
+    for name in ("scale", "sinks", "bias"):
+        if torch.is_tensor(options.get(name)):
+            options[name] = options[name].detach().clone().requires_grad_()
+    return [x.requires_grad_() for x in qkv], options
+
+
+def compute(group, name: str, method: str, layout: str) -> dict[str, np.ndarray]:
+    """This rank's results, as the oracle has them."""
+    b = Built(case_of(name))
+    qkv, options = arguments(b, layout, group)
+    common = {"group": group, "method": method, "layout": layout, "return_lse": True}
+    out, lse = td.attention(*qkv, **options, **common)
+    assert out.dtype == b.dtype and lse.dtype == torch.float32
+    dout = td.shard(b.dout, 1, layout=layout, group=group)
+    dlse = td.shard(b.dlse, 2, layout=layout, group=group)
+    torch.autograd.backward([out, lse], [dout, dlse])
+    result = {"out": out, "lse": lse, **{f"d{n}": x.grad for n, x in zip("qkv", qkv, strict=True)}}
+    for option in ("scale", "sinks", "bias"):
+        if torch.is_tensor(options.get(option)) and options[option].requires_grad:
+            result[f"d{option}"] = options[option].grad
+    for n, x in result.items():
+        assert x is not None, n
+    return {n: float64(x) for n, x in result.items()}
+
+
+def joined(name: str, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The results of the whole from those of the ranks."""
+    c, dims = case_of(name), {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+    if c.bias is not None and "r" in c.bias:
+        dims["dbias"] = 2
+    result = {}
+    for n in parts[0]:
+        if n not in dims:
+            result[n] = sum(part[n] for part in parts)
+            continue
+        size = sum(part[n].shape[dims[n]] for part in parts)
+        shape = list(parts[0][n].shape)
+        shape[dims[n]] = size
+        whole = np.full(shape, np.nan)
+        for part, runs in zip(parts, runs_of(size, layout, len(parts)), strict=True):
+            where = np.concatenate([np.arange(*run) for run in runs])
+            np.moveaxis(whole, dims[n], 0)[where] = np.moveaxis(part[n], dims[n], 0)
+        result[n] = whole
+    return result
+
+
+def possible(name: str, method: str) -> bool:
+    c = case_of(name)
+    return method != "allgather" or not c.alibi or c.window[1] == 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results_and_gradients(pool, world):
+    for name in CASES:
+        b = Built(case_of(name))
+        want = b.expected()
+        yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
+        for method in METHODS:
+            for layout in LAYOUTS:
+                if not possible(name, method):
+                    continue
+                parts = pool.run(world, compute, name, method, layout)
+                got = joined(name, layout, parts)
+                where = f"{name} {method} {layout} {world}"
+                check_out(flat(torch.from_numpy(got["out"])), want, b.case.dtype, yard, where)
+                lse = b.by_row(torch.from_numpy(got["lse"]))
+                check_lse(lse, want.lse, b.case.dtype, yard, where)
+                grads = {n: flat(torch.from_numpy(got[f"d{n}"])) for n in "qkv"}
+                grads |= {n: got[f"d{n}"] for n in ("bias", "sinks") if f"d{n}" in got}
+                if "dscale" in got:
+                    grads["scale"] = got["dscale"].reshape(1)
+                check_gradients(grads, want, b, yard, where)
+
+
+def repeated(group, name, method, layout):
+    first, second = (compute(group, name, method, layout) for _ in range(2))
+    return all(np.array_equal(first[n], second[n]) for n in first)
+
+
+def test_results_repeat_bitwise(pool):
+    for method in METHODS:
+        for layout in LAYOUTS:
+            assert all(pool.run(4, repeated, "bf16_causal", method, layout))
+            assert all(pool.run(3, repeated, "everything", method, layout))
