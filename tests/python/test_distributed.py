@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_gloo_available():
@@ -18,6 +20,7 @@ import yardstick  # noqa: E402
 from bounds import check_gradients, check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat, float64  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
+from strategies import cases  # noqa: E402
 from tilewise.distributed.layout import runs_of  # noqa: E402
 
 METHODS, LAYOUTS = ("ulysses", "allgather"), ("zigzag", "contiguous")
@@ -88,16 +91,19 @@ def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     return [x.requires_grad_() for x in qkv], options
 
 
-def compute(group, name: str, method: str, layout: str) -> dict[str, np.ndarray]:
+def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray]:
     """This rank's results, as the oracle has them."""
-    b = Built(case_of(name))
+    b = Built(case)
     qkv, options = arguments(b, layout, group)
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
     out, lse = td.attention(*qkv, **options, **common)
     assert out.dtype == b.dtype and lse.dtype == torch.float32
     dout = td.shard(b.dout, 1, layout=layout, group=group)
-    dlse = td.shard(b.dlse, 2, layout=layout, group=group)
-    torch.autograd.backward([out, lse], [dout, dlse])
+    if b.dlse is None:
+        out.backward(dout)
+    else:
+        dlse = td.shard(b.dlse, 2, layout=layout, group=group)
+        torch.autograd.backward([out, lse], [dout, dlse])
     result = {"out": out, "lse": lse, **{f"d{n}": x.grad for n, x in zip("qkv", qkv, strict=True)}}
     for option in ("scale", "sinks", "bias"):
         if torch.is_tensor(options.get(option)) and options[option].requires_grad:
@@ -107,9 +113,9 @@ def compute(group, name: str, method: str, layout: str) -> dict[str, np.ndarray]
     return {n: float64(x) for n, x in result.items()}
 
 
-def joined(name: str, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The results of the whole from those of the ranks."""
-    c, dims = case_of(name), {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+    dims = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
     if c.bias is not None and "r" in c.bias:
         dims["dbias"] = 2
     result = {}
@@ -128,41 +134,64 @@ def joined(name: str, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[s
     return result
 
 
-def possible(name: str, method: str) -> bool:
-    c = case_of(name)
+def possible(c: Case, method: str) -> bool:
     return method != "allgather" or not c.alibi or c.window[1] == 0
+
+
+def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
+    """Compares the case, as (ranks, method, layout) of each call compute it, with the oracle."""
+    b = Built(case)
+    want = b.expected()
+    yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
+    for world, method, layout in calls:
+        got = joined(case, layout, pool.run(world, compute, case, method, layout))
+        where = f"{method} {layout} {world} ranks {case}"
+        check_out(flat(torch.from_numpy(got["out"])), want, case.dtype, yard, where)
+        check_lse(b.by_row(torch.from_numpy(got["lse"])), want.lse, case.dtype, yard, where)
+        grads = {n: flat(torch.from_numpy(got[f"d{n}"])) for n in "qkv"}
+        grads |= {n: got[f"d{n}"] for n in ("bias", "sinks") if f"d{n}" in got}
+        if "dscale" in got:
+            grads["scale"] = got["dscale"].reshape(1)
+        check_gradients(grads, want, b, yard, where)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_results_and_gradients(pool, world):
     for name in CASES:
-        b = Built(case_of(name))
-        want = b.expected()
-        yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
-        for method in METHODS:
-            for layout in LAYOUTS:
-                if not possible(name, method):
-                    continue
-                parts = pool.run(world, compute, name, method, layout)
-                got = joined(name, layout, parts)
-                where = f"{name} {method} {layout} {world}"
-                check_out(flat(torch.from_numpy(got["out"])), want, b.case.dtype, yard, where)
-                lse = b.by_row(torch.from_numpy(got["lse"]))
-                check_lse(lse, want.lse, b.case.dtype, yard, where)
-                grads = {n: flat(torch.from_numpy(got[f"d{n}"])) for n in "qkv"}
-                grads |= {n: got[f"d{n}"] for n in ("bias", "sinks") if f"d{n}" in got}
-                if "dscale" in got:
-                    grads["scale"] = got["dscale"].reshape(1)
-                check_gradients(grads, want, b, yard, where)
+        case = case_of(name)
+        methods = [method for method in METHODS if possible(case, method)]
+        check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
 
 
-def repeated(group, name, method, layout):
-    first, second = (compute(group, name, method, layout) for _ in range(2))
+@given(
+    case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
+        lambda dtype: cases(dtype, dropout=False, small=True)
+    ),
+    world=st.sampled_from([1, 2, 3, 4]),
+    method=st.sampled_from(METHODS),
+    layout=st.sampled_from(LAYOUTS),
+)
+@settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+def test_random_problems(pool, case, world, method, layout):
+    """Sequences of equal length out of the problems that one process solves."""
+    batch = max(len(case.rows), 1)
+    case = replace(
+        case, rows=(max(case.rows, default=4),) * batch, keys=(max(case.keys, default=4),) * batch,
+        varlen_q=False, varlen_k=False, tail_q=0, tail_k=0, page_size=0, share_pages=False,
+        used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
+    )  # fmt: skip
+    check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
+
+
+def repeated(group, case, method, layout):
+    first, second = (compute(group, case, method, layout) for _ in range(2))
     return all(np.array_equal(first[n], second[n]) for n in first)
 
 
 def test_results_repeat_bitwise(pool):
     for method in METHODS:
         for layout in LAYOUTS:
-            assert all(pool.run(4, repeated, "bf16_causal", method, layout))
-            assert all(pool.run(3, repeated, "everything", method, layout))
+            assert all(pool.run(4, repeated, case_of("bf16_causal"), method, layout))
+            assert all(pool.run(3, repeated, case_of("everything"), method, layout))

@@ -182,9 +182,9 @@ def test_checkpointing(pool):
 
 
 def replicated(group, method, reduce):
-    q, k, v = own(group, tensors())
+    q, k, v = own(group, tensors(heads=2, heads_kv=1))  # fewer heads than ranks
     scale = torch.tensor(0.3, requires_grad=True)
-    sinks = torch.linspace(-1, 1, 4).requires_grad_()
+    sinks = torch.linspace(-1, 1, 2).requires_grad_()
     bias = torch.linspace(-1, 1, 24).requires_grad_()
     out = td.attention(q, k, v, group=group, method=method, causal=True, scale=scale, sinks=sinks,
                        bias=bias, reduce_replicated=reduce)  # fmt: skip
@@ -194,10 +194,10 @@ def replicated(group, method, reduce):
 
 def test_gradients_of_replicated_inputs(pool):
     for method in METHODS:
-        parts = pool.run(3, replicated, method, False)
-        totals = pool.run(3, replicated, method, True)
+        parts = pool.run(4, replicated, method, False)
+        totals = pool.run(4, replicated, method, True)
         for i in range(3):
-            expected = parts[0][i] + parts[1][i] + parts[2][i]
+            expected = ((parts[0][i] + parts[1][i]) + parts[2][i]) + parts[3][i]
             assert all(torch.equal(total[i], expected) for total in totals)
 
 
