@@ -114,9 +114,13 @@ def disagree(group, kind):
             x = torch.zeros(4, 5)
         elif kind == "grad":
             x.requires_grad_()
+        elif kind == "type":
+            x = None
+        elif kind == "dim":
+            x = torch.tensor(0.0)
     try:
         td.unshard(x, 0, layout=layout, size=size, group=group)
-    except ValueError as error:
+    except (ValueError, TypeError, IndexError) as error:
         return str(error)
     return ""
 
@@ -128,6 +132,8 @@ def disagree(group, kind):
         ("dtype", "dtype of x is torch.float16 on rank 1, but torch.float32 on rank 0"),
         ("rows", "x has 3 rows in dimension 0 on rank 1, but layout 'contiguous' of size 12"),
         ("shape", "shape of x is ['rows', 5] on rank 1, but ['rows', 2] on rank 0"),
+        ("dim", "Dimension specified as 0 but tensor has no dimensions"),
+        ("type", "x is a NoneType, but must be a torch.Tensor"),
         ("grad", "requires_grad of x is True on rank 1, but False on rank 0"),
     ],
 )

@@ -32,8 +32,8 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[lis
     Args:
         ranks: The ranks that take part.
         function: The name of the function that was called.
-        describe: Checks this rank's arguments and describes them. A TypeError or ValueError that it
-            raises is raised here, after the other ranks have been told.
+        describe: Checks this rank's arguments and describes them. An error that it raises is raised
+            here, after the other ranks have been told.
 
     Raises:
         ValueError: the ranks differ, or another rank refused its arguments. The message names the
@@ -42,7 +42,7 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[lis
     refusal: Exception | None = None
     try:
         call = describe()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if ranks.world == 1:
             raise
         call, refusal = Call({"refused": str(error)}), error

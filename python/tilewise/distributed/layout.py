@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._torch import as_array
 from .agreement import Call, agree
 from .ranks import Ranks, all_gather, ranks_of, reduce_scatter, sum_dtype
 
@@ -175,7 +176,7 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
 
     def describe() -> Call:
         runs = runs_of(_size(size), check_layout(layout), ranks.world)
-        own, have = length(runs[ranks.rank]), x.shape[dim]
+        own, have = length(runs[ranks.rank]), as_array("x", x).shape[dim]
         if have != own:
             raise ValueError(
                 f"x has {have} rows in dimension {dim} on rank {ranks.rank}, but layout "
