@@ -132,7 +132,7 @@ def disagree(group, kind):
         ("dtype", "dtype of x is torch.float16 on rank 1, but torch.float32 on rank 0"),
         ("rows", "x has 3 rows in dimension 0 on rank 1, but layout 'contiguous' of size 12"),
         ("shape", "shape of x is ['rows', 5] on rank 1, but ['rows', 2] on rank 0"),
-        ("dim", "Dimension specified as 0 but tensor has no dimensions"),
+        ("dim", "dim is 0, but x has 0 dimensions"),
         ("type", "x is a NoneType, but must be a torch.Tensor"),
         ("grad", "requires_grad of x is True on rank 1, but False on rank 0"),
     ],

@@ -168,6 +168,7 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
         The whole, in the order of the sequence.
 
     Raises:
+        IndexError: x has no dimension dim.
         ValueError: x has another number of rows than the layout gives this rank, or the arguments
             of the ranks differ.
         RuntimeError: another rank has stopped.
@@ -176,7 +177,9 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
 
     def describe() -> Call:
         runs = runs_of(_size(size), check_layout(layout), ranks.world)
-        own, have = length(runs[ranks.rank]), as_array("x", x).shape[dim]
+        if not -as_array("x", x).dim() <= dim < x.dim():
+            raise IndexError(f"dim is {dim}, but x has {x.dim()} dimensions")
+        own, have = length(runs[ranks.rank]), x.shape[dim]
         if have != own:
             raise ValueError(
                 f"x has {have} rows in dimension {dim} on rank {ranks.rank}, but layout "
