@@ -106,9 +106,13 @@ class Trial:
         rows: dict[int | None, Tensor] = {}
         if case.padding is not None:
             made = inputs.padded(made, case.padding, self.built.model.config)
-            rows[made["attention_mask"].shape[1]] = made["attention_mask"].bool()
-            if exceptions.POOLS_FIRST.fullmatch(type(self.built.model).__name__):
-                rows[None] = made["attention_mask"][:, 0].bool()
+            visible = made["attention_mask"].bool()
+            rows[visible.shape[1]] = visible
+            name = type(self.built.model).__name__
+            if exceptions.POOLS_FIRST.fullmatch(name):
+                rows[None] = visible[:, 0]
+            if exceptions.APPENDS_TOKEN.fullmatch(name):
+                rows[visible.shape[1] + 1] = torch.nn.functional.pad(visible, (0, 1), value=True)
         exact, usual, given = self.models(case.dtype)
         run = functools.partial(_computed, case)
         try:

@@ -80,7 +80,12 @@ _ALWAYS: dict[str, dict[str, Any]] = {
 
 # Classes that pool the first token of a sequence, which is padding in a left-padded batch: such a
 # row may see no key, and eager attention then gives meaningless numbers.
-POOLS_FIRST = re.compile(r"(ModernBert|ModernVBert)For(SequenceClassification|MultipleChoice)")
+POOLS_FIRST = re.compile(
+    r"(ModernBert|ModernVBert|UltraVBert|Ultrabert)For(SequenceClassification|MultipleChoice)"
+    r"|PeAudioModel"
+)
+# Classes that append a token to the text, so that outputs have a row more than attention_mask.
+APPENDS_TOKEN = re.compile("VideoPrismClipModel")
 
 
 def fields(cls: type[Any], level: str, given: dict[str, Any]) -> dict[str, Any]:

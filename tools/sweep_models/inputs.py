@@ -133,6 +133,9 @@ def padded(inputs: Inputs, kind: str, config: Any) -> Inputs:
         ids[row, int(torch.where(~hidden)[0][-1])] = end
         mask[row, hidden] = 0
     made.update(input_ids=ids, attention_mask=mask)
+    canvas = find(config, "canvas_length")
+    if canvas is not None:  # a decoder that reads the cache of the padded prompt
+        made["decoder_attention_mask"] = torch.nn.functional.pad(mask, (0, canvas), value=1)
     return made
 
 
