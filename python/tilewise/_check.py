@@ -26,6 +26,12 @@ _MIN_FLOAT, _MAX_FLOAT = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 INT32 = (-(2**31), 2**31 - 1)  # smallest and largest entry of the kernels' index arrays
 
 Window = tuple[int | None, int | None]
+UNBOUNDED: Window = (None, None)  # the default; fast paths recognise it by its identity
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether this is a PyTorch tensor, without importing PyTorch."""
+    return hasattr(array, "__torch_function__")
 
 
 def heads_first(layout: str) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from . import _abi, _check, _describe
-from ._check import Window
+from ._cache import Where
+from ._check import UNBOUNDED, Window
 from ._library import c_library
 from ._request import Request, Sequences
 from .api import attention, attention_varlen
-from .kvcache import Where, attention_with_kvcache
+from .kvcache import attention_with_kvcache
 
 # tilewise_plan reads no data, but a null pointer would switch an option off.
 _PLACEHOLDER_ADDRESS = 64
@@ -52,7 +53,7 @@ class Explanation:
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = (None, None),
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = UNBOUNDED,
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
@@ -103,7 +104,7 @@ def explain(
     else:
         function, problem = attention, _Dense(layout)
     _refuse_foreign(function, {**request._asdict(), **sequences._asdict(), "layout": layout})
-    tensors = hasattr(q, "__torch_function__")
+    tensors = _check.is_tensor(q)
     if tensors:
         a, threads, arrays = _describe_torch(q, k, v, problem, request)
     else:

@@ -13,10 +13,7 @@ require("tilewise on arrays", "numpy")
 import numpy as np
 
 from . import _abi, _check, _describe, _numpy
-from ._library import c_library
-from ._numpy import Array
-from ._request import Request
-from .kvcache import (
+from ._cache import (
     Entries,
     NewKeys,
     Where,
@@ -26,6 +23,9 @@ from .kvcache import (
     check_pages,
     common_length,
 )
+from ._library import c_library
+from ._numpy import Array
+from ._request import Request
 
 
 class KvAppend(ctypes.Structure):
@@ -183,9 +183,18 @@ def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Ar
 
 
 def attention_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], where: tuple[Any, ...],
+    given: tuple[Any, ...],
+) -> tuple[Array, Array]:  # fmt: skip
+    """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
+    ``NewKeys``, ``Where`` and ``Request``.
+    """
+    return _attend(q, k_cache, v_cache, NewKeys(*new), Request(*given), Where(*where))
+
+
+def _attend(
     q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, where: Where
 ) -> tuple[Array, Array]:
-    """(out, lse); see ``tilewise.attention_with_kvcache``."""
     appends = check_new(new)
     given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, where, appends)
     q, k_cache, v_cache, batch, arrays = given

@@ -7,7 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _ops, _plain, kvcache
+from . import _check, _ops, _plain
+from ._cache import (
+    Entries,
+    NewKeys,
+    Where,
+    check_cache,
+    check_entries,
+    check_max_rows,
+    check_new,
+    check_pages,
+    check_starts,
+    common_length,
+)
 from ._ops import Options
 from ._request import Request
 from ._torch import (
@@ -22,21 +34,6 @@ from ._torch import (
     score_options,
     with_descale,
 )
-from .kvcache import (
-    Entries,
-    NewKeys,
-    Where,
-    check_cache,
-    check_entries,
-    check_max_rows,
-    check_new,
-    check_pages,
-    check_starts,
-    common_length,
-)
-
-# Once this module is imported, attention without an append takes the fast path.
-kvcache._indexed = _plain.indexed
 
 _WIDER_THAN_INT32 = (torch.int64, torch.uint32, torch.uint64)
 
@@ -242,11 +239,39 @@ def _indices_of(new: NewKeys, batch: int, device: torch.device) -> NewKeys:
     return new._replace(rotary_lengths=tensors[0], cu_seqlens=tensors[1])
 
 
-@torch.no_grad()
 def attention_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], where: tuple[Any, ...],
+    given: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
+    ``NewKeys``, ``Where`` and ``Request``.
+    """
+    k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
+    batch_idx, leftpad, table, num_splits, check, starts, max_rows = where
+    (
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
+        batch_invariant, k_descale, v_descale,
+    ) = given  # fmt: skip
+    if (
+        k is None and v is None and cos is None and sin is None and rotary_lengths is None
+        and starts is None and starts_new is None and max_rows is None and bias is None
+        and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
+        and not check
+    ):  # fmt: skip
+        results = _plain.indexed(
+            q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,
+            window, scale, softcap, 0, 0, num_splits, False, tf32, batch_invariant,
+        )  # fmt: skip
+        if results is not None:
+            return results
+    return _general(q, k_cache, v_cache, NewKeys(*new), Request(*given), Where(*where))
+
+
+@torch.no_grad()
+def _general(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse); see ``tilewise.attention_with_kvcache``."""
+    """``attention_with_kvcache`` with any options, and with an append."""
     options = prepare(q, k_cache, v_cache, new.lengths, request, where)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)

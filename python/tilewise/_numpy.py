@@ -53,23 +53,29 @@ class _Problem(NamedTuple):
     bias_shape: tuple[int, ...]  # as given
 
 
-def attention(q: Any, k: Any, v: Any, layout: str, request: Request) -> Result:
-    """See ``tilewise.attention``."""
+def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Result:
+    """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
+    request = Request(*given)
     problem = prepare_dense(q, k, v, layout, request)
     out, lse = _forward(problem)
     return (out, lse) if request.return_lse else out
 
 
-def attention_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Request) -> Result:
-    """See ``tilewise.attention_varlen``."""
-    problem = prepare_varlen(q, k, v, sequences, request)
+def attention_varlen(
+    q: Any, k: Any, v: Any, sequences: tuple[Any, ...], given: tuple[Any, ...]
+) -> Result:
+    """See ``tilewise.attention_varlen``; the tuples have the fields of ``Sequences`` and
+    ``Request``.
+    """
+    request = Request(*given)
+    problem = prepare_varlen(q, k, v, Sequences(*sequences), request)
     out, lse = _forward(problem)
     return (out, lse) if request.return_lse else out
 
 
 def attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
-    causal: bool = False, window: _check.Window = (None, None), scale: Any = None,
+    causal: bool = False, window: _check.Window = _check.UNBOUNDED, scale: Any = None,
     softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None, sinks: Any = None,
     dropout_p: float = 0.0, layout: str = "bshd", cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
@@ -146,7 +152,7 @@ def as_array(name: str, value: Any) -> Array:
         )
     if isinstance(value, np.ndarray):
         return value
-    if hasattr(value, "__torch_function__"):
+    if _check.is_tensor(value):
         raise TypeError(f"{name} is a torch.Tensor, but must be an array: the two are not mixed")
     _refuse_other_memory(name, value)
     if hasattr(value, "__array__"):

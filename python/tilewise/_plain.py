@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _ops
-from ._check import Window, window_bounds
-from .api import _UNBOUNDED
+from ._check import UNBOUNDED, Window, window_bounds
 
 _forward = torch.ops.tilewise._plain_forward.default
 _backward = torch.ops.tilewise._plain_backward.default
@@ -56,6 +55,13 @@ def _needs_dispatch(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor or tensor.is_neg()
 
 
+def _bounds(causal: Any, window: Any) -> tuple[int, int]:
+    """``window_bounds``, without its checks for the defaults."""
+    if window is UNBOUNDED and type(causal) is bool:
+        return -1, 0 if causal else -1
+    return window_bounds(causal, window)
+
+
 def attention(
     q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
     deterministic: bool, tf32: bool, layout: str,
@@ -85,20 +91,15 @@ def attention(
         heads_first = True
     else:
         return None
-    if window is _UNBOUNDED and type(causal) is bool:
-        left, right = -1, 0 if causal else -1
-    else:
-        left, right = window_bounds(causal, window)
-    options = (
-        scale, left, right, deterministic or _deterministic_mode(), tf32, heads_first
-    )  # fmt: skip
+    left, right = _bounds(causal, window)
+    deterministic = deterministic or _deterministic_mode()
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             if _wrapped(q) or _wrapped(k) or _wrapped(v):  # outlived their torch.func transform
                 return None
+            options = (scale, left, right, deterministic, tf32, heads_first)
             return _apply(q, k, v, options, return_lse)
-        else:
-            out, lse = _forward(q, k, v, *options)
+        out, lse = _forward(q, k, v, scale, left, right, deterministic, tf32, heads_first)
     except FAILURES:
         return None
     return (out, lse) if return_lse else out
@@ -136,7 +137,7 @@ def indexed(
             continue
         if type(index) is not Tensor or index.dtype != torch.int32 or index.device != device:
             return None
-    left, right = window_bounds(causal, window)
+    left, right = _bounds(causal, window)
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return _general(
@@ -151,12 +152,16 @@ def indexed(
 
 
 def varlen(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
-    max_seqlen_k: Any, seqused_q: Any, seqused_k: Any, block_table: Any, causal: bool,
-    window: Window, scale: Any, softcap: Any, deterministic: bool, tf32: bool,
-    batch_invariant: bool,
+    q: Any, k: Any, v: Any, sequences: tuple[Any, ...], causal: bool, window: Window, scale: Any,
+    softcap: Any, deterministic: bool, tf32: bool, batch_invariant: bool,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) of ``attention_varlen`` without a gradient; None: use the general path."""
+    """(out, lse) of ``attention_varlen`` without a gradient; None: use the general path.
+
+    ``sequences`` has the fields of ``Sequences``.
+    """
+    (
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    ) = sequences  # fmt: skip
     if (cu_seqlens_k is None) == (block_table is None) or cu_seqlens_q is None:
         return None
     for bound in (max_seqlen_q, max_seqlen_k):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._check import Window
+from ._check import UNBOUNDED, Window
 
 
 class Request(NamedTuple):
     """The options of ``tilewise.attention``, unchecked."""
 
     causal: bool = False
-    window: Window = (None, None)
+    window: Window = UNBOUNDED
     scale: Any = None
     softcap: float = 0.0
     bias: Any = None

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _check, _flops, _ops, _plain, api  # noqa: F401 (_flops registers formulas)
+from . import _check, _flops, _ops, _plain  # noqa: F401 (_flops registers formulas)
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
@@ -17,15 +17,37 @@ Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _is_compiling = torch.compiler.is_compiling
 
-
-# Once this module is imported, calls without options take the fast path.
-api._plain, api._varlen = _plain.attention, _plain.varlen
-
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Result:
-    """See ``tilewise.attention``."""
+def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Result:
+    """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
+    (
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, _, batch_invariant, k_descale, v_descale,
+    ) = given  # fmt: skip
+    if (
+        bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and not batch_invariant
+        and k_descale is None
+        and v_descale is None
+    ):
+        result: Result | None = _plain.attention(
+            q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
+        )
+        if result is not None:
+            return result
+    return general_attention(q, k, v, layout, Request(*given))
+
+
+def general_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Result:
+    """``tilewise.attention`` with any options."""
     q, k, v, options = prepare_dense(q, k, v, layout, request)
     out, lse = _ops.forward(q, k, v, options)
     if options.heads_first:
@@ -34,11 +56,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) ->
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, request: Request
+    q: Any, k: Any, v: Any, sequences: tuple[Any, ...], given: tuple[Any, ...]
 ) -> Result:
-    """See ``tilewise.attention_varlen``."""
-    out, lse = _ops.forward(*prepare_varlen(q, k, v, sequences, request))
-    return (out, lse) if request.return_lse else out
+    """See ``tilewise.attention_varlen``; the tuples have the fields of ``Sequences`` and
+    ``Request``.
+    """
+    (
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
+    ) = given  # fmt: skip
+    results = None
+    if (
+        bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
+        and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
+    ):  # fmt: skip
+        results = _plain.varlen(
+            q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
+            batch_invariant,
+        )  # fmt: skip
+    if results is None:
+        prepared = prepare_varlen(q, k, v, Sequences(*sequences), Request(*given))
+        results = _ops.forward(*prepared)
+    return results if return_lse else results[0]
 
 
 def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Prepared:

@@ -1,38 +1,16 @@
-"""The public functions of ``tilewise`` on PyTorch tensors and NumPy arrays.
-
-``_torch`` handles tensors and ``_numpy`` arrays. Each is imported when it is first needed, so that
-``import tilewise`` needs neither framework.
-"""
+"""The public functions of ``tilewise`` on PyTorch tensors and NumPy arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from . import _check
-from ._check import Window
-from ._request import Request, Sequences
-
-_UNBOUNDED: Window = (None, None)
-# The fast paths of tensors (attention and varlen of _plain), which _torch sets on its import.
-_plain: Callable[..., Any] | None = None
-_varlen: Callable[..., Any] | None = None
-
-
-def _backend(q: Any) -> ModuleType:
-    """The module for this kind of array: PyTorch for tensors, NumPy for everything else."""
-    if hasattr(q, "__torch_function__"):
-        import tilewise._torch  # runs in every call: 0.2 us instead of the 0.6 of "from . import"
-
-        return tilewise._torch
-    import tilewise._numpy
-
-    return tilewise._numpy
+from ._backend import attention_backend
+from ._check import UNBOUNDED, Window
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = _UNBOUNDED,
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = UNBOUNDED,
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
@@ -88,37 +66,18 @@ def attention(
         ValueError: an argument has the wrong shape, device or range.
         RuntimeError: no kernel of this build can run the problem on this device.
     """
-    # Must run first: it imports _torch, which sets _plain (torch.compile would guard on the old
-    # value otherwise).
-    backend = _backend(q)
-    if (
-        _plain is not None
-        and bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and type(softcap) is float
-        and softcap == 0.0
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and not batch_invariant
-        and k_descale is None
-        and v_descale is None
-    ):
-        result = _plain(q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout)
-        if result is not None:
-            return result
-    request = Request(
+    options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
-    return backend.attention(q, k, v, layout, request)
+    return attention_backend(q).attention(q, k, v, layout, options)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_q: Any = None,
     seqused_k: Any = None, block_table: Any = None, causal: bool = False,
-    window: Window = _UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
@@ -161,26 +120,20 @@ def attention_varlen(
         ValueError: an argument has the wrong shape, device or range, or an entry out of range.
         RuntimeError: no kernel of this build can run the problem on this device.
     """
-    backend = _backend(q)
-    if (
-        _varlen is not None and bias is None and alibi_slopes is None and sinks is None
-        and type(dropout_p) is float and dropout_p == 0.0 and not check and k_descale is None
-        and v_descale is None
-    ):  # fmt: skip
-        results = _varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            block_table, causal, window, scale, softcap, deterministic, tf32, batch_invariant,
-        )  # fmt: skip
-        if results is not None:
-            return results if return_lse else results[0]
-    sequences = Sequences(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    sequences = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        block_table,
     )
-    request = Request(
+    options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
-    return backend.attention_varlen(q, k, v, sequences, request)
+    return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 
 
 def merge_states(
@@ -207,7 +160,7 @@ def merge_states(
         ValueError: shapes or devices do not match.
     """
     _check.heads_first(layout)
-    backend = _backend(out_a)
+    backend = attention_backend(out_a)
     out_a, lse_a = backend.as_array("out_a", out_a), backend.as_array("lse_a", lse_a)
     out_b, lse_b = backend.as_array("out_b", out_b), backend.as_array("lse_b", lse_b)
     rank = len(out_a.shape)

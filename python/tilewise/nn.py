@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _check
-from ._check import Window
+from ._check import UNBOUNDED, Window
 from .api import attention
 from .kvcache import attention_with_kvcache
 
@@ -45,7 +45,7 @@ class FlashAttention(torch.nn.Module):
     scale: Tensor | float
 
     def __init__(
-        self, head_dim: int, *, causal: bool = False, window: Window = (None, None),
+        self, head_dim: int, *, causal: bool = False, window: Window = UNBOUNDED,
         softcap: float = 0.0, dropout_p: float = 0.0, layout: str = "bhsd",
         scale: float | None = None, learnable_scale: bool = True, deterministic: bool = False,
         tf32: bool = False, device: Device = None, dtype: torch.dtype | None = None,
@@ -202,7 +202,7 @@ class MultiheadAttention(torch.nn.Module):
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = False, causal: bool = True,
-        window: Window = (None, None), softcap: float = 0.0, dropout_p: float = 0.0,
+        window: Window = UNBOUNDED, softcap: float = 0.0, dropout_p: float = 0.0,
         sinks: bool = False, rotary_base: float | None = None, max_positions: int = 4096,
         device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip

@@ -66,6 +66,45 @@ BAD = {
         '"cpu/gone.h" is no file of this project',
     ),
     "a folder without a place": ("includes", {"src/extra/a.h": "\n"}, "src/extra is no layer"),
+    "Python modules import each other": (
+        "imports",
+        {"python/tilewise/a.py": "from . import b\n", "python/tilewise/b.py": "from .a import x\n"},
+        "python/tilewise/a.py:1: import circle: tilewise.a -> tilewise.b -> tilewise.a",
+    ),
+    "a circle through an import in a function": (
+        "imports",
+        {
+            "python/tilewise/__init__.py": "from .a import f\n",
+            "python/tilewise/a.py": "def f():\n    import tilewise.inner.b\n",
+            "python/tilewise/inner/__init__.py": "\n",
+            "python/tilewise/inner/b.py": "from ..c import x\n",
+            "python/tilewise/c.py": "from tilewise import f\n",
+        },
+        "python/tilewise/__init__.py:1: import circle: "
+        "tilewise -> tilewise.a -> tilewise.inner.b -> tilewise.c -> tilewise",
+    ),
+    "a module sets a global of another": (
+        "imports",
+        {"python/tilewise/a.py": "\nfrom . import b\nb.fast = 1\n", "python/tilewise/b.py": "\n"},
+        "python/tilewise/a.py:3: sets fast of tilewise.b: only that module may assign its globals",
+    ),
+    "a function sets a global by the whole name of its module": (
+        "imports",
+        {
+            "python/tilewise/__init__.py": "\n",
+            "python/tilewise/a.py": "import tilewise.b\ndef f():\n    tilewise.b.n += 1\n",
+            "python/tilewise/b.py": "n = 1\n",
+        },
+        "python/tilewise/a.py:3: sets n of tilewise.b",
+    ),
+    "setattr of another module": (
+        "imports",
+        {
+            "python/tilewise/a.py": "import tilewise.b as c\nsetattr(c, 'n', 1)\n",
+            "python/tilewise/b.py": "n = 1\n",
+        },
+        "python/tilewise/a.py:2: sets 'n' of tilewise.b",
+    ),
     "long file": ("size", {"src/a.h": "\n" * 501}, "src/a.h:501: 501 lines; at most 500"),
     "long line": ("size", {"a.py": "# " + "x" * 99 + "\n"}, "a.py:1: 101 columns; at most 100"),
     "long function": ("size", {"a.cpp": "\n" + LONG_FUNCTION}, "a.cpp:2: f: 81 lines; at most 80"),
@@ -149,6 +188,13 @@ CLEAN = {
     "bindings/torch/a.cpp": '#include <torch/csrc/stable/library.h>\n#include "b.h"\n',
     "bindings/torch/b.h": '#include "tilewise/tilewise.h"\n',
     "python/a.py": 'def f():\n    """One\n' + "    more\n" * 79 + '    """\n    return 1\n',
+    "python/tilewise/__init__.py": "from .c import f\n\n\ndef __getattr__(name):\n"
+    "    return importlib.import_module('.d', __name__)\n",
+    "python/tilewise/c.py": "import torch\nfrom typing import TYPE_CHECKING\n\nfrom . import e\n\n"
+    "if TYPE_CHECKING:\n    from .d import D\n\n\ndef f(d: D):\n    d.e = e.x\n    torch.x = 1\n",
+    "python/tilewise/d.py": "import tilewise\n\nfrom .c import f\n\n\nclass D:\n"
+    "    def __init__(self):\n        self.f = f\n",
+    "python/tilewise/e.py": "x = 1\n",
     "README.md": "https://example.org/home/page, ratio 10.5, version 2.13.0\n",
     "src/cpu/plain.cpp": "// The warp that comes last, too, combines; rows whose keys end.\n"
     'const char* a = "// nobody is to be told";  // Official, "Of" is a word.\n'
@@ -200,7 +246,7 @@ def test_finds_phrases_in_docstrings_and_pages(phrase: str, tmp_path: Path):
     assert "a.md:1: " in result.stdout
 
 
-@pytest.mark.parametrize("name", ["includes", "phrases", "size", "words"])
+@pytest.mark.parametrize("name", ["imports", "includes", "phrases", "size", "words"])
 def test_clean_tree_passes(name: str, tmp_path: Path):
     result = lint(name, tmp_path, CLEAN)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -274,8 +274,11 @@ q, cache = torch.randn(2, 9, 4, 16), torch.randn(2, 40, 4, 16)
 cu, lengths = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([9, 20], dtype=torch.int32)
 def run(q, cache):
     return tilewise.{FIRST_CALLS[call]}
-given = torch.compile(run, fullgraph=True, backend="aot_eager")(q, cache.clone())
+compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+given = compiled(q, cache.clone())
 assert torch.equal(given, run(q, cache.clone()))
+torch._dynamo.config.error_on_recompile = True  # what the first call imported changes no guard
+assert torch.equal(given, compiled(q, cache.clone()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

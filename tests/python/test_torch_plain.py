@@ -40,7 +40,7 @@ def plain(q, k, v, *, layout="bshd", deterministic=True, **options):
 
 def general(q, k, v, *, layout="bshd", **options):
     request = Request(return_lse=True, deterministic=True, **options)
-    return _torch.attention(q, k, v, layout, request)
+    return _torch.general_attention(q, k, v, layout, request)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -10,7 +10,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from tilewise import _check, _kvcache_torch, _plain, kvcache
+from tilewise import _cache, _check, _kvcache_torch, _plain
 from tilewise._check import MAX_HEAD_DIM, is_float8
 from tilewise._ops import Options
 from tilewise._request import Request
@@ -252,7 +252,7 @@ def attend_cached(
     packed = None if cu_seqlens_q is None else batch
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     page_table, cache_batch_idx = _pages_of(page_table, cache_batch_idx, batch)
-    kvcache.check_cache(q, k_cache, v_cache, page_table, cache_batch_idx, packed)
+    _cache.check_cache(q, k_cache, v_cache, page_table, cache_batch_idx, packed)
     chunk = _chunk_of(attention_chunk)
     options = options_of(
         q,
@@ -268,7 +268,7 @@ def attend_cached(
         leftpad_k=int32("cache_leftpad", cache_leftpad),
     )
     options = _with_factors(options, q, k_cache, batch, (k_descale, v_descale))
-    new = kvcache.NewKeys(
+    new = _cache.NewKeys(
         k=k,
         v=v,
         lengths=_kvcache_torch.cache_lengths(lengths_of(cache_seqlens, batch), batch, q.device),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilewise.api import _UNBOUNDED
+from tilewise._check import UNBOUNDED, Window
 
 _aten = torch.ops.aten
 _is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -32,7 +32,7 @@ class Band(NamedTuple):
     """The arguments of ``tilewise.attention`` that limit keys by their distance from the row."""
 
     causal: bool
-    window: tuple[int | None, int | None] = _UNBOUNDED
+    window: Window = UNBOUNDED
 
 
 class Terms(NamedTuple):

@@ -1,0 +1,61 @@
+"""The public functions choose a backend by the kind of q, and pass it every argument by its
+place."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import tilewise
+from tilewise import _backend, _kvcache_numpy, _numpy
+from tilewise._cache import NewKeys, Where
+from tilewise._request import Request, Sequences
+
+# Fields with another name than the argument of attention_with_kvcache that they hold.
+RENAMED = {
+    "lengths": "cache_seqlens", "rotary_lengths": "rotary_seqlens", "cu_seqlens": "cu_seqlens_k_new"
+}  # fmt: skip
+# For each function: its backend's module, and the types of the tuples that it passes.
+CALLS = {
+    "attention": (_numpy, (Request,)),
+    "attention_varlen": (_numpy, (Sequences, Request)),
+    "attention_with_kvcache": (_kvcache_numpy, (NewKeys, Where, Request)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tuples_have_the_order_of_their_types(name, monkeypatch):
+    module, types = CALLS[name]
+    taken = []
+    monkeypatch.setattr(module, name, lambda *given: taken.append(given) or ("out", "lse"))
+    function = getattr(tilewise, name)
+    names = list(inspect.signature(function).parameters)[1:]
+    function(np.zeros(1), **{each: each for each in names})  # each argument is its own name
+    (given,) = taken
+    seen = [value for value in given[1 : -len(types)]]  # k, v and the like
+    for kind, values in zip(types, given[-len(types) :], strict=True):
+        for field, value in kind(*values)._asdict().items():
+            if value in names:
+                assert value == RENAMED.get(field, field)
+                seen.append(value)
+            else:  # a field that this function passes elsewhere, or lacks
+                assert kind is Request and value == Request._field_defaults[field]
+    assert sorted(seen) == sorted(names)
+
+
+def test_kind_of_array_chooses_the_backend():
+    assert _backend.attention_backend(np.zeros(1)) is _numpy
+    assert _backend.cache_backend([1.0]) is _kvcache_numpy
+
+
+@pytest.mark.tensors
+def test_tensors_choose_the_backend_of_tensors():
+    import torch
+
+    from tilewise import _kvcache_torch, _torch
+
+    for q in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1))):
+        assert _backend.attention_backend(q) is _torch
+        assert _backend.cache_backend(q) is _kvcache_torch
