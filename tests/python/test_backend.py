@@ -34,7 +34,7 @@ def test_tuples_have_the_order_of_their_types(name, monkeypatch):
     names = list(inspect.signature(function).parameters)[1:]
     function(np.zeros(1), **{each: each for each in names})  # each argument is its own name
     (given,) = taken
-    seen = [value for value in given[1 : -len(types)]]  # k, v and the like
+    seen = list(given[1 : -len(types)])  # k, v and the like
     for kind, values in zip(types, given[-len(types) :], strict=True):
         for field, value in kind(*values)._asdict().items():
             if value in names:
