@@ -55,13 +55,6 @@ def _needs_dispatch(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor or tensor.is_neg()
 
 
-def _bounds(causal: Any, window: Any) -> tuple[int, int]:
-    """``window_bounds``, without its checks for the defaults."""
-    if window is UNBOUNDED and type(causal) is bool:
-        return -1, 0 if causal else -1
-    return window_bounds(causal, window)
-
-
 def attention(
     q: Any, k: Any, v: Any, causal: bool, window: Window, scale: Any, return_lse: bool,
     deterministic: bool, tf32: bool, layout: str,
@@ -91,7 +84,10 @@ def attention(
         heads_first = True
     else:
         return None
-    left, right = _bounds(causal, window)
+    if window is UNBOUNDED and type(causal) is bool:
+        left, right = -1, 0 if causal else -1
+    else:
+        left, right = window_bounds(causal, window)
     deterministic = deterministic or _deterministic_mode()
     try:
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -137,7 +133,10 @@ def indexed(
             continue
         if type(index) is not Tensor or index.dtype != torch.int32 or index.device != device:
             return None
-    left, right = _bounds(causal, window)
+    if window is UNBOUNDED and type(causal) is bool:
+        left, right = -1, 0 if causal else -1
+    else:
+        left, right = window_bounds(causal, window)
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return _general(
