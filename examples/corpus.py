@@ -38,7 +38,7 @@ class Corpus:
     def batch(self, step: int, seed: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets [size, rows] of batch number `step`.
 
-        The batch depends only on (seed, step), so an interrupted run continues with the same ones.
+        It depends only on (seed, step), so an interrupted run continues with the same batches.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         return _windows(self.train, generator, size, rows)

@@ -40,7 +40,10 @@ def no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
 
 
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
-    """Refuses dual tensors. Under torch.compile only this kernel sees them, always at level 0."""
+    """Refuses dual tensors, which are always at level 0.
+
+    Under torch.compile, this kernel is the only place that sees them.
+    """
     if forward_ad._current_level < 0 and not is_transformed():
         return
     for value in arguments:

@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
     block_table: Any = None
 
     def or_none(self) -> Sequences | None:
-        """Itself, or None if nothing is given, so that all sequences are equally long.
+        """These arguments, or None if none is given: then all sequences are equally long.
 
         Raises:
             ValueError: another argument is given without cu_seqlens_q.

@@ -157,7 +157,7 @@ def test_compiles_to_one_graph() -> None:
 
 
 def test_uniform_queries_and_packed_new_keys() -> None:
-    """Either may be packed without the other."""
+    """New keys may be packed without the queries."""
     given, cache = arguments()
     dense = {n: x for n, x in given.items() if n not in ("q", "cu_seqlens_q")}
     q = torch.randn(4, 2, 4, HEAD_DIM)

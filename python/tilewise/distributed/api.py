@@ -30,8 +30,8 @@ def attention(
     """Exact attention of one batch of sequences whose rows are cut over the ranks of a group.
 
     All ranks must call it, and must run its backward, with equal arguments except for the rows. q,
-    k and v are this rank's rows in the order of ``shard``; the number of rows of the whole is the
-    sum over ranks. Options not listed below are those of ``tilewise.attention`` for the whole
+    k and v are this rank's rows in the order of ``shard``; the whole sequence has the sum of the
+    ranks' rows. Options not listed below are those of ``tilewise.attention`` for the whole
     sequence. The loss is the sum of the losses of the ranks.
 
     Args:
