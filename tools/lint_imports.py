@@ -49,7 +49,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below this one but those under ``if TYPE_CHECKING:``."""
+    """All nodes below this one, except those under ``if TYPE_CHECKING:``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and _is_type_checking(child.test):
             for other in child.orelse:

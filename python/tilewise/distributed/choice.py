@@ -83,7 +83,7 @@ def choose(p: Problem, method: str) -> Choice:
 
 
 def visible_pairs(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> int:
-    """How many (row, key) pairs of the run the window leaves."""
+    """The number of (row, key) pairs of the run that the window leaves visible."""
     left, right = window
     first, last = run[0] + size_k - size_q, run[1] + size_k - size_q  # aligned keys
     rows = run[1] - run[0]

@@ -26,7 +26,7 @@ Runs: TypeAlias = tuple[Run, ...]
 
 
 def check_layout(layout: str) -> str:
-    """The layout, if it is one."""
+    """The given layout, after a check that it is one of ``LAYOUTS``."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be 'zigzag' or 'contiguous'")
     return layout

@@ -31,9 +31,9 @@ def query_heads(heads: int, world: int) -> list[Heads]:
 def key_heads(own: Heads, group: int) -> Heads:
     """The key/value heads that a rank needs for its query heads, `group` of which share one.
 
-    Each of the heads returned serves equally many consecutive query heads, as attention demands. A
-    head is repeated if the rank's first or last group is incomplete: query heads 0, 0, 1 in groups
-    need the key heads 0, 0, 1.
+    Each of the heads returned serves equally many consecutive query heads, as attention requires. A
+    head is repeated if the rank's first or last group is incomplete: query heads of the groups 0,
+    0, 1 need the key heads 0, 0, 1.
     """
     of_query = [head // group for head in own]
     shared = math.gcd(*(of_query.count(head) for head in set(of_query)))
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
 
 def rows_to_heads(x: Tensor, plan: Exchange, ranks: Ranks) -> Tensor:
-    """This rank's rows of all heads to all rows of this rank's heads."""
+    """Exchanges this rank's rows of all heads for all rows of this rank's heads."""
     pieces = [x[:, :, list(heads)] for heads in plan.heads]
     own = len(plan.heads[ranks.rank])
     shapes = [(x.shape[0], length(rows), own, x.shape[3]) for rows in plan.rows]
@@ -58,9 +58,9 @@ def rows_to_heads(x: Tensor, plan: Exchange, ranks: Ranks) -> Tensor:
 
 
 def heads_to_rows(y: Tensor, plan: Exchange, ranks: Ranks) -> Tensor:
-    """All rows of this rank's heads to this rank's rows of all heads.
+    """Exchanges all rows of this rank's heads for this rank's rows of all heads.
 
-    What several ranks send for the same head is added in float32 or wider, in rank order.
+    Pieces that several ranks send for the same head are added in float32 or wider, in rank order.
     """
     pieces = [cut(y, 1, rows) for rows in plan.rows]
     rows = length(plan.rows[ranks.rank])
