@@ -1,4 +1,4 @@
-"""Import lint: the modules of python/tilewise form no circle, and none sets another's globals.
+"""Import lint: the imports of python/tilewise form no circle, and no module sets another's globals.
 
 An arrow goes from a module to each module of the package that it imports. It ends at the deepest
 module that the statement names: ``from tilewise import _check`` points to ``tilewise._check``,

@@ -1,7 +1,7 @@
 """Where the tests run: this CPU, a GPU, or the CUDA kernels compiled for the host.
 
-`cuda` is a real GPU through torch's memory and its current stream. `emulator` is a library built
-with TILEWISE_CUDA_EMULATOR=ON: the problem says CUDA, but its memory is host memory.
+`cuda` is a real GPU, with torch's memory and current stream. `emulator` is a library built with
+TILEWISE_CUDA_EMULATOR=ON: the problem names CUDA as its device, but its memory is host memory.
 TILEWISE_TEST_DEVICES=cpu,cuda,emulator chooses; by default every available device is tested.
 """
 

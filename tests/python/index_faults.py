@@ -193,7 +193,7 @@ def check_reported_fault(b: Built, e: Expected, error: IndexError | None) -> Non
         (e.lost[s] and first < last) or sees_bad_page(b, e, s).any()
         for s, (first, last) in enumerate(e.rows)
     )
-    # A layout that begins after row 0 is also invalid, but it leads no kernel astray.
+    # A cu_seqlens_k that does not start at 0 is invalid as well, but kernels need not notice it.
     cu = entries_of(b, "cu_seqlens_k")
     lie_well = cu is None or is_layout(cu, b.seqlen_k) or "block_table" in b.meta
     none = lie_well and not e.all_lost and not any(e.lost) and not any(e.bad_pages)

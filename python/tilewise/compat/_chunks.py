@@ -3,8 +3,8 @@
 With ``attention_chunk = c``, the query at position p sees only keys of its own chunk, those from
 ``p // c * c`` to ``p // c * c + c - 1``, in addition to the limits of causal and window. Positions
 are aligned bottom-right: row i is at i + Sk - Sq. Each chunk becomes a sequence of its own with the
-rows that see it. Its last row has the position of its last key, so causal and
-windows keep their meaning.
+rows that see it. Its last row has the position of its last key, so causal and windows keep their
+meaning.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.

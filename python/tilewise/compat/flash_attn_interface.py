@@ -7,11 +7,11 @@ causal sets the right side to 0. With ``attention_chunk``, a row sees only keys 
 differentiable. ``return_attn_probs`` adds the log-sum-exp, fp32 [B, H, Sq] or [H, T], which is
 differentiable as well.
 
-k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16, in a forward and without ``qv``.
-Their values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new
-keys and values of a cache are divided by them. There is no kernel for fp8 queries: a q
-of that dtype and ``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` are hints to the original kernels, which are ignored.
+In a forward without ``qv``, k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16. Their
+values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new keys and
+values of a cache are divided by them. There is no kernel for fp8 queries: a q of that dtype and
+``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
+hints to the original kernels; they are ignored.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.
