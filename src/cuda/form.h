@@ -33,7 +33,8 @@ inline constexpr int32_t kMaxClusterSplits = 16;
 // Maximum number of warps of a CTA that share the keys of its tile (intra-CTA split-K).
 inline constexpr int32_t kMaxWarpsPerTile = 2;
 
-// Stages of a warp's pipeline when all stages would put more bytes in flight than saturate memory.
+// Stages of a warp's pipeline if as many stages as fit would have more bytes in flight than it
+// takes to saturate memory.
 inline constexpr int32_t kReducedStages = 2;
 
 // Whether kernels with two warps per tile exist. They do for head dimensions that are common in

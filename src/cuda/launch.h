@@ -11,8 +11,8 @@ namespace tilewise::cuda {
 // `report` is an IndexFault in the workspace; `g` is null for the forward.
 void check_entries(const Problem& p, const Gradients* g, void* report);
 
-// Unique within the process. The sequence starts at a random number, so that uninitialised memory
-// is unlikely to hold an id.
+// Returns an id that is unique within the process. Ids count up from a random number, so that
+// uninitialised memory is unlikely to hold one.
 uint64_t next_launch_id();
 
 // Launches the prepare kernel if there is anything to prepare, and returns whether there was.

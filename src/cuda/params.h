@@ -132,7 +132,7 @@ struct ForwardParams {
   Packing packing;         // query heads per tile: 1 or the GQA group size
   int32_t row_tile;        // packed rows of a tile
   int32_t key_tile;        // splits are cut at multiples of it
-  Flags flags;             // written by mma_sync; simt computes only flagged tiles when it has them
+  Flags flags;             // written by mma_sync; simt, if given flags, computes only flagged tiles
   SplitRule split_rule;    // splits per sequence
   int32_t partial_stride;  // see `partial_row`
   // Partial results, normalised; undefined where the lse of the split is -inf.

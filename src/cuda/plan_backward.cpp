@@ -136,8 +136,8 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
       regions.descriptors = workspace.take<TileDescriptor>(
           Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size);
       // In semaphore order a CTA waits for CTAs of earlier tiles, which might not start while
-      // another CTA computes a second tile. Hence no persistent grid. The CTAs of a cluster start
-      // together.
+      // another CTA computes a second tile, so the grid is not persistent. The CTAs of a cluster
+      // start together.
       const bool persistent = plan.kernel_set->persistent_backward && p.deterministic == 0;
       if (persistent) regions.tile_counter = workspace.take<int32_t>(1);
     }

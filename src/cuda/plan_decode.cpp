@@ -119,10 +119,10 @@ bool two_warp_split_ctas_fit(const Plan& plan, const Gpu& gpu) {
   return built && 2 * (bytes + kReserved) <= gpu.shared_bytes + kReserved;
 }
 
-// With device lengths and tiles for at least 3/8 of the SMs: clusters of four, which compute no
-// chunk size, launch no combine kernel and still split long sequences. Three such CTAs per SM read
-// sequences of full length slightly slower than one CTA with two warps per tile; with one row and
-// few contiguous tiles they gain nothing at other lengths either.
+// With device lengths and tiles for at least 3/8 of the SMs, clusters of four are used: they
+// compute no chunk size, launch no combine kernel and still split long sequences. Three such CTAs
+// per SM read sequences of full length slightly slower than one CTA with two warps per tile; with
+// one row and few contiguous tiles they gain nothing at other lengths either.
 int64_t cluster_size_for_device_lengths(const Problem& p, const Plan& plan, const Gpu& gpu,
                                         int64_t blocks, int64_t tiles) {
   constexpr int64_t kClusterSize = 4;
@@ -234,9 +234,10 @@ int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
 // Spreads the chunks of uniform lengths over all GPCs (CtaPlacement) when they leave at least 1/16
 // of the SMs idle at one CTA per SM. The hardware first gives CTAs of a grid to idle SMs and then
 // one to each SM, one GPC after the other. Long chunks trigger no early launch
-// (choose_pdl_trigger), so all SMs are idle when their grid starts and it is spread over one wave;
-// shorter ones count the idle SMs twice. With two CTAs per SM, the SMs that get a second chunk are
-// spread over all GPCs instead.
+// (choose_pdl_trigger), so all SMs are idle when the next grid starts, and chunks are spread over
+// one CTA per SM. Shorter chunks trigger one, so the SMs without a chunk are idle and each get one
+// more CTA, over which chunks are spread as well. With two CTAs per SM, the SMs that get a second
+// chunk are spread over all GPCs instead.
 CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kMinTilesOneCta = 64;  // per sequence
   constexpr int64_t kMinTilesTwoCtas = 32;

@@ -70,8 +70,8 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const int64_t min_tiles =
       ceil_div(full_tiles ? kMinKeysPerFullTileSplit : min_keys_per_split(kernel_set), tile.keys);
   const int64_t max_splits = min(kMaxSplits, key_tiles / min_tiles);
-  // CTAs over the capacity of their waves. `splits` only grows from call to call, because every
-  // launch of a decode runs this loop, and two 64-bit divisions per step took 2 us.
+  // The number of CTAs divided by the capacity of their waves. `splits` must grow from call to
+  // call: every launch of a decode runs this loop, and two 64-bit divisions per step took 2 us.
   const auto occupancy = [&](int64_t splits, int64_t& capacity) {
     while (capacity < blocks * splits) capacity += resident_ctas;
     return static_cast<double>(blocks * splits) / static_cast<double>(capacity);
@@ -146,10 +146,10 @@ bool starts_longest_first(const Problem& p, const Plan& plan, int64_t blocks,
 // The chunks of a decode with device lengths. Long sequences are cut where short ones are not;
 // uniform lengths are cut as often as without device lengths. The grid has room for as many CTAs
 // per SM as saturate memory, plus one chunk per sequence that may be short. If the last CTA of a
-// tile combines, or with one CTA per SM, it has one more wave than tiles: in a larger grid the
-// hardware gives some SMs one chunk too many and others none, because CTAs without a chunk come
-// last. For few long sequences with many heads that would be too few chunks to cut all long ones,
-// so there are at least kMinSpareChunks more chunks than sequences.
+// tile combines, or with one CTA per SM, the grid has room for one wave more than the tiles need:
+// in a larger grid the hardware gives some SMs one chunk too many and others none, because CTAs
+// without a chunk come last. For few long sequences with many heads that would be too few chunks to
+// cut all long ones, so there are at least kMinSpareChunks more chunks than sequences.
 ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks) {
   constexpr int64_t kMinSpareChunks = 8;
   int64_t keys = 0;
