@@ -24,8 +24,8 @@ class BiasOfKeys {
         key_(key),
         in_pairs_(bias_rows_are_aligned(p, 4) && key + 16 <= work_tile.keys) {}
 
-  // Loads the bias of a query tile. Rows past the last one read the last one; keys past the last
-  // one have a bias of 0.
+  // Loads the bias of a query tile. Rows past the last one read the bias of the last one; keys past
+  // the last one have a bias of 0.
   TILEWISE_DEVICE void prefetch(int32_t first_row, int32_t head) {
     const int32_t row = first_row + ptx::lane_index() / 4;
     const int32_t column = key_ + ptx::lane_index() % 4 * 2;
@@ -49,7 +49,8 @@ class BiasOfKeys {
     }
   }
 
-  // For group j of queries: key g + 8 half, queries 2 t and 2 t + 1.
+  // The bias of key g + 8 half, g = lane / 4, and of two queries of group j: 2 t and 2 t + 1,
+  // t = lane % 4.
   TILEWISE_DEVICE uint32_t pair(int j, int half) const {
     return ptx::movmatrix_trans(pairs_[j][half]);
   }

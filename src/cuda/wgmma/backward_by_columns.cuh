@@ -30,7 +30,7 @@
 // the columns of dQ over the keys of both.
 //
 // dV, dK and dQ are transposed: a row of these accumulators is a column of the head. In the general
-// form warpgroup 0 also stores the derivative of P with respect to the product, where dS will be.
+// form warpgroup 0 also stores the derivative of P with respect to the product; dS replaces it.
 #pragma once
 
 #include "cuda/ptx/cluster.h"

@@ -1,5 +1,5 @@
 // Accumulators and products of a consumer warpgroup of the backward by columns, and the stores of
-// its results.
+// its results. A panel is 64 columns of the head; each warpgroup owns some panels of dQ, dK and dV.
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -244,8 +244,8 @@ TILEWISE_DEVICE void write_columns(const float (&sums)[BackwardPlan<C>::kKeys / 
   }
 }
 
-// Stores panels of dK or dV from shared to global memory; called by a warpgroup. `offset`: of the
-// first key.
+// Stores panels of dK or dV from shared to global memory; called by a warpgroup. `offset` is
+// that of the first key.
 template <class C, class Tile>
 TILEWISE_DEVICE void store_panels(const Tile& from, const tilewise_tensor& view, int64_t offset,
                                   int keys, int first, int count, int64_t columns) {

@@ -1,8 +1,8 @@
 // Layout of shared memory and barriers of a backward CTA.
 //
-// With head dims up to 128 the consumer warpgroups share the keys of the CTA, and dK and dV stay in
-// the registers of their keys (backward_by_keys.cuh). With larger ones they share the columns of
-// the head; one warpgroup computes P and the other dS (backward_by_columns.cuh).
+// With head dims up to 128 the consumer warpgroups divide the keys of the CTA among them, and each
+// keeps dK and dV of its keys in registers (backward_by_keys.cuh). With larger ones they divide the
+// columns of the head; one warpgroup computes P and the other dS (backward_by_columns.cuh).
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"

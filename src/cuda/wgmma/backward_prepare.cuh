@@ -14,8 +14,8 @@ namespace tilewise::cuda::wgmma {
 
 inline constexpr int kPrepareThreads = kRowThreads;
 
-// The row_lse of a row that takes part in nothing: exp2(anything - 1e30) = 0, and no infinity meets
-// another.
+// The row_lse of a row that is not in use or sees no key. Its P is exp2(s - 1e30) = 0; an infinite
+// row_lse could give NaN.
 inline constexpr float kNoRow = -1e30f;
 
 // The rows of a tile are distributed over the threads, kLanes lanes per row, with all loads in

@@ -280,8 +280,8 @@ class BackwardScoreMod<C, Option::any> {
 
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 
-  // S starts at the bias if nothing but a factor comes between the two. The loads then need no
-  // registers of their own, and all are in flight together.
+  // S starts at the bias if the product is only scaled before the bias is added. The loads then
+  // need no registers of their own, and all are in flight together.
   TILEWISE_DEVICE void init_scores(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
 #pragma unroll
     for (float& x : s) x = 0.0f;

@@ -73,7 +73,8 @@ class ForwardConsumer {
       } else {
         epilogue = begin_epilogue(done);
       }
-      // Called at one place: code that runs once per tile waits for its instructions to be fetched.
+      // Called at a single place, because code that runs once per tile waits until its instructions
+      // have been fetched.
       store_tile(done, epilogue);
       o_is_initialised_ = 0;
     }
@@ -104,14 +105,15 @@ class ForwardConsumer {
     const WarpgroupTiles& mine =
         shared_.work_tile(stage).warpgroup_tiles[thread() / ptx::kWarpgroupSize];
     // uniform() tells ptxas that all lanes agree. Only then does it keep descriptors in uniform
-    // registers, and 48 moves and a warp barrier out of the main loop (4 %). It loses track if the
-    // loops of `run` are nested.
+    // registers, which saves 48 moves and a warp barrier in the main loop (4 %). ptxas loses track
+    // of this if the loops of `run` are nested.
     tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(mine.kind)));
     tiles_.first = uniform(mine.first);
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
     tiles_.full_end = uniform(mine.full_end);
-    // From one tile to the next, ALiBi lowers scores only left of the diagonal.
+    // Steps without a mask keep m, so scores should not rise. The loop goes to the left, and ALiBi
+    // lowers scores in that direction only left of the diagonal.
     if constexpr (kOption == Option::alibi) {
       tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
     }
@@ -174,8 +176,8 @@ class ForwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // o += p v. The first product of a work tile overwrites o: zeroing o first took ptxas twice 32
-  // instructions (1 to 2 % at D64 and D128 causal up to 1k rows, and at D256).
+  // o += p v. The first product of a work tile overwrites o: with zeros in o instead, ptxas emitted
+  // 2 x 32 more instructions (1 to 2 % at D64 and D128 causal up to 1k rows, and at D256).
   TILEWISE_DEVICE void issue_values(uint64_t v) {
     ptx::wgmma_fence();
 #pragma unroll
@@ -278,8 +280,9 @@ class ForwardConsumer {
     pack_weights();
   }
 
-  // Computes S of `tile` beside the PV product of the previous step. With kWide, returns whether
-  // row sums have grown so large that m has to move; otherwise the step moves it.
+  // Computes S of `tile` beside the PV product of the previous step. If row sums have grown so
+  // large that m has to move, the step moves it or, with kWide, returns true so that the caller
+  // does.
   template <bool kMasked>
   TILEWISE_DEVICE bool step(int stage, int32_t tile) {
     score_mod_.read_bias();
@@ -359,8 +362,8 @@ class ForwardConsumer {
     }
   }
 
-  // Whether a bias hides all keys so far of some row of the warpgroup. Its warps decide together
-  // because they issue products together.
+  // Whether the bias has hidden all keys that some row of the warpgroup has processed so far. The
+  // warps decide together because they issue products together.
   TILEWISE_DEVICE bool some_rows_are_hidden() const {
     const int barrier = kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
     return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
@@ -401,7 +404,7 @@ class ForwardConsumer {
     }
   }
 
-  // Where the scale is negative, Q changes its sign, because the scale of the softmax is positive.
+  // If the scale is negative, flips the sign of Q, because the scale of the softmax is positive.
   TILEWISE_DEVICE void wait_for_queries() {
     shared_.q_full(q_state_.stage()).wait(q_state_.phase());
     if (!negative_) return;

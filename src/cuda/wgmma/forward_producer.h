@@ -22,8 +22,8 @@ class ForwardProducer {
   // Whether the first K tile of a work tile is loaded before the last V tile of the previous one.
   static constexpr bool kOverlap = kTile.overlap_tiles;
   // With two buffers, Q arrives while the products of the previous work tile still read theirs.
-  // With one, K is loaded first and Q is prefetched to L2: the consumers waited 1 us for a Q that
-  // came from HBM.
+  // With one, K is loaded first and Q is prefetched to L2: without the prefetch the consumers
+  // waited 1 us for Q from HBM.
   static constexpr bool kDoubleBuffersQ = kTile.q_buffers > 1;
 
   TILEWISE_DEVICE ForwardProducer(const TmaForwardParams& params, const Shared& shared)
@@ -115,14 +115,14 @@ class ForwardProducer {
       keys.next_page = page_of_lane(shared_.work_tile(keys.tile_stage), tile - 2);
   }
 
-  // Only entries of keys in use are looked up.
+  // Only block table entries of keys in use are read.
   TILEWISE_DEVICE int32_t page_of_lane(const WorkTile& work_tile, int32_t tile) const {
     const int32_t key = tile * kTile.keys + lane() * p_.page_box_rows;
     if (tile < work_tile.tiles.first || key >= work_tile.tiles.keys) return kOutOfBounds;
     return static_cast<int32_t>(work_tile.sequence.kv.page(p_.page_size.quotient(key)));
   }
 
-  // Reads the register again at each use: a lane of this warp has few registers.
+  // Reads the thread index again at each use, because a lane of this warp has few registers.
   TILEWISE_DEVICE static int lane() {
     return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index())) %
                             ptx::kWarpSize);

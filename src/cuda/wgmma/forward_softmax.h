@@ -13,9 +13,9 @@ namespace tilewise::cuda::wgmma {
 // only the sum over this lane's columns. m starts at the lowest finite number and not at -inf, so
 // that -inf is never subtracted from -inf.
 //
-// Softmax gives the same row for any m; the maximum only prevents overflow. So m is that of the
-// first tiles and stays (`weigh`): without maxima, and without rescaling of sums, a step has a
-// third fewer instructions (D128 is 8 to 12 % faster, D64 9 to 16 %). Sums that have grown large
+// Softmax gives the same row for any m; the maximum only prevents overflow. So m is the maximum
+// of the first tiles and stays (`weigh`): without maxima, and without rescaling of sums, a step has
+// a third fewer instructions (D128 is 8 to 12 % faster, D64 9 to 16 %). Sums that have grown large
 // move m (`raise`), and a row that overflows fp32 in between is recomputed (nan_recompute.h).
 struct RowSums {
   float m[1][2];
@@ -44,8 +44,8 @@ struct RowSoftmax : RowSums {
   float shrink[2];  // factor for the sums of earlier steps
   float scale;      // positive
 
-  // From this l on, a row is checked for overflow and m moves: after the step where weights have
-  // the range of fp32 (bf16), within the step where they end at 2^16 (fp16).
+  // From this l on, a row is checked for overflow and m moves: after the step if weights have the
+  // range of fp32 (bf16), within the step if they end at 2^16 (fp16).
   static constexpr float kHigh = 0x1p24f;
   static constexpr float kHighOfNarrow = 0x1p14f;
   // A lower m comes from keys that a bias hides, with -1e4 for instance, and says nothing about
@@ -91,8 +91,8 @@ struct RowSoftmax : RowSums {
         x[1] = ptx::fmax(x[1], s.x[0][n][2 * h + 1]);
       }
       const float before = kFirst ? -FLT_MAX : m[0][h];
-      // In this order: with the previous maximum inside of the exchange, ptxas finds a schedule
-      // that is 1 to 2 % slower (D64, D128).
+      // The previous maximum joins after the lanes have exchanged theirs. If it joined before, the
+      // schedule that ptxas finds would be 1 to 2 % slower (D64, D128).
       const float top = tile::quad_max(ptx::fmax(x[0], x[1]));
       float highest = exponent(top);
       if constexpr (!kBounded) highest = round_exponent_up(highest);
@@ -112,8 +112,8 @@ struct RowSoftmax : RowSums {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s.x[0][n][e] = ptx::ex2(exponent(s.x[0][n][e], -m[0][e / 2]));
     }
-    // The sums follow the exponentials, in two chains: among the exponentials they cost 10 to 17 %,
-    // in four chains 2 %.
+    // The sums follow all exponentials and are added in two chains. Interleaved with the
+    // exponentials they cost 10 to 17 % more, in four chains 2 % more.
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[2] = {0.0f, 0.0f};

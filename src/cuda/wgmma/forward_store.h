@@ -10,8 +10,8 @@ namespace tilewise::cuda::wgmma {
 template <class C>
 using Outputs = tile::Sums<1, C::kHeadDimV / 8>;
 
-// Addresses of the rows of a lane, `step` bytes apart from the first one; `left` rows of the tile
-// exist from it on. Packed heads have no such step.
+// Addresses of the rows of a lane: the first row, and the step in bytes from one row of the tile to
+// the next (packed heads have no constant step). `left` rows of the tile exist from the first on.
 template <class C>
 struct OutRows {
   char* first;

@@ -6,7 +6,7 @@
 // rows of its own in fp32, without the keys that they do not see or that weigh nothing; a row that
 // does see the NaN gets it again.
 //
-// The time is that of waiting for loads, so rows share loads and several are in flight at once.
+// The recompute is bound by the latency of loads, so rows share loads and several are in flight.
 // Keys are taken in blocks of 32: a lane first computes the score of one key, and then some columns
 // of the sums over all keys.
 #pragma once
@@ -31,15 +31,15 @@ class NanRecompute {
  public:
   static constexpr int32_t kNone = -1;
 
-  // `warp`: of the consumer warps of the CTA.
+  // `warp` is its index among the consumer warps of the CTA.
   TILEWISE_DEVICE NanRecompute(const TmaForwardParams& params, int warp)
       : params_(params),
         p_(params.problem),
         warp_(uniform(warp)),
         score_mod_(ScoreMod::of(params.problem)) {}
 
-  // The work tiles of a warp that have such rows form a list, from the last one back to the first:
-  // recompute_list, [tiles, consumer warps], holds the predecessor of each.
+  // The work tiles in which a warp has rows to recompute form a list, from the last one back to the
+  // first: recompute_list, [tiles, consumer warps], holds the predecessor of each.
   TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t index,
                                    int32_t& last) {
     if (ptx::lane_index() == 0) p.recompute_list[list_index(index, warp)] = last;
