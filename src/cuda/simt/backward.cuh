@@ -12,8 +12,8 @@
 // backward_rows     grid heads_q * padded row tiles; reads q, k, v, out, dout, lse, dlse; writes dq
 //                   and dscale_partials
 //
-// With key_flags or row_flags the last two compute only the tiles that another family has flagged;
-// the grid may then have any size.
+// With key_flags or row_flags the last two compute only the tiles that another kernel family has
+// flagged; the grid may then have any size.
 #pragma once
 
 #include "cuda/simt/recompute_tiles.h"
@@ -52,7 +52,7 @@ TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, i
   return head * params.rows.count(p) + params.rows.first(p, shared().sequence.batch) + row;
 }
 
-// The rows in use of a CTA's padded row tile and their head. `of` loads the sequence.
+// The valid rows of a CTA's padded row tile, and their head. `of` loads the sequence.
 struct OwnRows {
   int64_t head;
   Range rows;
@@ -320,7 +320,7 @@ struct Backward {
     return sum;
   }
 
-  // Writes the sum of `dscale` over the CTA, which is added in a fixed order.
+  // Adds `dscale` of all threads of the CTA in a fixed order and writes the sum.
   TILEWISE_DEVICE void write_dscale(int32_t tile, float dscale) const {
     const float sum = warp_sum(dscale);
     ptx::sync_block();

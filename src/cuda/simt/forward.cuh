@@ -129,7 +129,7 @@ struct Forward {
     add_weighted(o, memory.weights, memory.stage, v, now.exact);
   }
 
-  // The softmax denominator of row i, whose weights have the sum `sum`. Its origin is m.
+  // The softmax denominator of row i, whose weights e^(score - m) have the sum `sum`.
   TILEWISE_DEVICE RowNormaliser normaliser(int i, float sum) const {
     if (m[i] == kMinusInfinity) return {kNoKey, sum};
     return {0.0f, sum, m[i]};
