@@ -10,7 +10,7 @@ namespace tilewise::cuda::arch {
 enum class TileSize { large, small };
 
 // Architecture-specific code (sm_90a) runs on exactly this compute capability and on no later one.
-// The number of such a table is ten times the capability, plus one.
+// The number of its table is ten times the compute capability (90), plus one.
 struct Sm90a {
   static constexpr int kTable = 901;
 
