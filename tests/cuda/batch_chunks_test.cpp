@@ -84,7 +84,8 @@ TEST(BatchChunks, EveryWarpFindsTheChunksOfAllLengths) {
   }
 }
 
-// Every sequence occurs once, those with more keys than the mean first, unless the mean is short.
+// Every sequence occurs once. Those with more keys than the mean come first, unless the mean is
+// less than a few key tiles.
 TEST(LongestFirst, EveryWarpFindsTheSequenceAtAPosition) {
   for (const int32_t batch : {1, 2, 31, 32, 33, 127, 128, 129, 300}) {
     for (const int64_t longest : {0, 1, 400, 600, 2000, 100000}) {

@@ -143,7 +143,7 @@ class CommonAppend : public testing::Test {};
 using Types = testing::Types<float, Half, BFloat16>;
 TYPED_TEST_SUITE(CommonAppend, Types);
 
-// The CPU may contract a product and a sum, which then round once.
+// The CPU may contract a product and a sum to an FMA, which rounds once instead of twice.
 template <class T>
 void expect_near(const std::vector<T>& a, const std::vector<T>& b, const char* what,
                  uint32_t seed) {
@@ -173,7 +173,7 @@ TYPED_TEST(CommonAppend, AsTheCpu) {
   EXPECT_GT(launches, 200);
 }
 
-// The entries are read on the GPU before anything is written.
+// The index entries are checked on the GPU before anything is written.
 TYPED_TEST(CommonAppend, CheckRefusesWrongEntries) {
   int64_t refused = 0;
   for (uint32_t seed = 0; seed < 100; ++seed) {
