@@ -111,7 +111,7 @@ TEST(Math, Ranges) {
   EXPECT_EQ((Range{5, 3}).size(), 0);
 }
 
-// Every index exactly once, for every pool and however often it is used.
+// Expects that `parallel` runs every index exactly once.
 void expect_each_index_once(const Parallel& parallel, int64_t tasks) {
   std::vector<std::atomic<int>> seen(static_cast<std::size_t>(tasks));
   parallel.run(tasks, [&](int64_t i) { ++seen[static_cast<std::size_t>(i)]; });

@@ -37,9 +37,9 @@ cuda::Plan decode(int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv,
   return forward(p, device);
 }
 
-// With tiles for few SMs, clusters of 16 CTAs with two warps per tile read them as long as each CTA
-// has few key tiles, with and without device lengths. Longer sequences are split for a combine
-// kernel, all into the same number of splits.
+// If there are tiles for few SMs only, clusters of 16 CTAs with two warps per tile read them as
+// long as each CTA has few key tiles, with and without device lengths. Longer sequences are split
+// for a combine kernel, all into the same number of splits.
 TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
   for (const int32_t* lengths : {static_cast<const int32_t*>(nullptr), &kDeviceLengths}) {
     for (const int64_t batch : {2, 6}) {
@@ -64,7 +64,7 @@ TEST(PlannerCudaDecode, FewTilesUseLargeClusters) {
   const cuda::Plan paged_decode = decode(2, 8192, 16, 1, &kDeviceLengths, true);
   EXPECT_EQ(paged_decode.cluster_size, 16);
   EXPECT_EQ(paged_decode.warps_per_tile, cuda::kMaxWarpsPerTile);
-  // The caller chooses splits, or results must not depend on the batch: no such clusters.
+  // There are no such clusters if the caller chooses the splits or wants batch-invariant results.
   Problem p = problem(TILEWISE_BFLOAT16, 2, 1, 8192, 16);
   p.heads_kv = 1;
   p.num_splits = 16;
@@ -91,14 +91,14 @@ TEST(PlannerCudaDecode, OneCtaPerSm) {
   EXPECT_FALSE(decode(4, 16384, 32, 8).one_cta_per_sm);
   EXPECT_TRUE(decode(32, 16384, 16, 1).one_cta_per_sm);
   EXPECT_FALSE(decode(64, 2048, 16, 1).one_cta_per_sm);
-  // Eight and sixteen rows have more to combine.
+  // With eight or sixteen rows there is more to combine.
   EXPECT_TRUE(decode(12, 1024, 64, 8, &kDeviceLengths).one_cta_per_sm);
   EXPECT_FALSE(decode(12, 512, 64, 8, &kDeviceLengths).one_cta_per_sm);
   EXPECT_TRUE(decode(96, 1024, 16, 1, &kDeviceLengths).one_cta_per_sm);
   EXPECT_TRUE(decode(96, 256, 16, 1, &kDeviceLengths).one_cta_per_sm);
   EXPECT_FALSE(decode(80, 1024, 16, 1, &kDeviceLengths).one_cta_per_sm);
   EXPECT_TRUE(decode(80, 512, 16, 1, &kDeviceLengths).one_cta_per_sm);
-  // Sequences have several chunks.
+  // If sequences are cut into several chunks, they need more keys.
   EXPECT_FALSE(decode(8, 8192, 32, 8, &kDeviceLengths).one_cta_per_sm);
   EXPECT_TRUE(decode(8, 16384, 32, 8, &kDeviceLengths).one_cta_per_sm);
   EXPECT_TRUE(decode(32, 16384, 16, 1, &kDeviceLengths).one_cta_per_sm);
@@ -349,8 +349,8 @@ TEST(PlannerCudaDecode, UniformityLimitGrowsWithTheNumberOfTiles) {
   EXPECT_GT(chunks_of_decode(128).uniform_fourths, 7 * 4);
 }
 
-// Long sequences start first if not all tiles run at once (or nearly so, if sequences may be long)
-// and the batch is not too large for each CTA to read all lengths.
+// Long sequences start first if there are more tiles than run at once, or nearly as many and
+// sequences may be long. The batch must not be too large for each CTA to read all lengths.
 TEST(PlannerCudaDecode, LongSequencesStartFirst) {
   for (const int64_t batch : {32, 64, 128, 256, 257}) {
     const ChunkSchedule schedule = chunks_of_decode(batch);
