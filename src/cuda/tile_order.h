@@ -32,8 +32,8 @@ struct TileOrder {
   Divisor head_group = 1;       // batch heads whose tiles are interleaved; not a GQA group
   Divisor last_head_group = 1;  // batch heads of the last group
   int32_t longest_first = 0;    // 0: tiles are equally long; 1: the last is longest; 2: the first
-  // The first `paired_tiles` tiles of the order are taken in pairs. They are in the order last
-  // tile, first, last but one, second, ... of a head, reversed for every other head, so that all
+  // The first `paired_tiles` tiles of the order are taken in pairs. The tiles of a head follow each
+  // other as last, first, last but one, second, ..., reversed for every other head, so that all
   // pairs are equally long if tile lengths grow linearly.
   int32_t paired_tiles = 0;
   const Entry* table = nullptr;  // [sequences + 1]; the last entry has the total
@@ -82,7 +82,7 @@ struct TileOrder {
     return w;
   }
 
-  // The same if every sequence has one tile.
+  // The same as `at` if every sequence has one tile.
   TILEWISE_FN WorkTile at_only_tile(int64_t block) const {
     const int32_t index = splits.quotient(static_cast<int32_t>(block));
     return {0, heads.remainder(index), heads.quotient(index),
