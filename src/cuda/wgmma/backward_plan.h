@@ -62,8 +62,9 @@ struct BackwardBarriers {
   }
 };
 
-// Q, dO, dS and the row statistics have two stages. The CTA is persistent: while dK and dV of one
-// work tile are stored through the shared memory of dS, the loads of the next one arrive.
+// The plan by keys. Q, dO, dS and the row statistics have two stages. The CTA is persistent: while
+// dK and dV of one work tile are stored through the shared memory of dS, the loads of the next one
+// arrive.
 template <class C>
 struct BackwardPlan<C, false> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
@@ -78,7 +79,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster_size;
   static_assert(kKeys == 128 && kCluster == 1);
-  // The general form waits for S and dP together.
+  // The general form waits for S and dP together, so it cannot send dQ between the two.
   static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
                                             (C::kGeneral && kTile.send == arch::SendDq::under_dp);
   static constexpr int kStages = 2;
@@ -111,9 +112,9 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// dO has one stage, and dQ is added from registers. In a cluster P and dS also have one stage, and
-// there is room for the dS of the other CTA and for the columns of its keys that this CTA adds to
-// dQ.
+// The plan by columns. dO has one stage, and dQ is added from registers. In a cluster P and dS also
+// have one stage, and there is room for the dS of the other CTA and for the columns of its keys
+// that this CTA adds to dQ.
 template <class C>
 struct BackwardPlan<C, true> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;

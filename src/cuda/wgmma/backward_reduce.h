@@ -26,7 +26,8 @@ struct DqSemaphore {
   int32_t* semaphores;      // [query tiles]; null: sums in any order
   int32_t* held = nullptr;  // not yet released
 
-  // Both warpgroups count: after n key tiles the semaphore of a query tile is 2 n.
+  // Waits until `before` key tiles have added to the query tile. Each key tile increments the
+  // semaphore twice, once per warpgroup.
   TILEWISE_DEVICE void acquire(int32_t tile, int32_t before) {
     if (semaphores == nullptr) return;
     release();
