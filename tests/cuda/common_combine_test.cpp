@@ -17,8 +17,8 @@ using tilewise::to_float;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Partial results, one after the other: columns, and lse. Splits that saw no key have lse -inf and
-// uninitialised columns.
+// Partial results, one after the other, each with its columns and lse. Splits that saw no key have
+// lse -inf and uninitialised columns.
 struct Partials {
   int64_t columns;
   std::vector<float> out, lse;
