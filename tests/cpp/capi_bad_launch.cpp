@@ -1,4 +1,4 @@
-// What a launch on the CPU checks beyond a plan: pointers, and the entries of the index arrays.
+// Checks of a launch on the CPU that a plan does not make: pointers, and entries of index arrays.
 #include "capi_support.h"
 
 namespace capi_test {
