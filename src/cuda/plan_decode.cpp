@@ -97,7 +97,7 @@ namespace {
 
 // Minimum key tiles per split (per chunk with device lengths) from which one CTA per SM matches
 // two, when the keys of a tile are divided among several SMs. The fewer tiles the batch has, the
-// more splits there are to combine, so the threshold is low.
+// more splits there are to combine, so the lower the threshold is.
 int64_t min_tiles_per_split_for_one_cta(const Gpu& gpu, int64_t blocks, int64_t tiles, int64_t rows,
                                         bool device_lengths, bool paged) {
   const int64_t splits = gpu.sm_count / blocks;
