@@ -79,7 +79,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster_size;
   static_assert(kKeys == 128 && kCluster == 1);
-  // The general form waits for S and dP together, so it cannot send dQ between the two.
+  // The general form waits for S and dP together, so dP is never in flight alone.
   static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
                                             (C::kGeneral && kTile.send == arch::SendDq::under_dp);
   static constexpr int kStages = 2;

@@ -22,7 +22,7 @@ TILEWISE_DEVICE void load_panels(ptx::SharedAddress to, const TensorMap& map, in
   }
 }
 
-// Zeroes the rows from `first` on, by `threads` threads of which this one is number `thread`.
+// Zeroes the rows from `first` on. `threads` threads call it; the index of this one is `thread`.
 template <class Tile>
 TILEWISE_DEVICE void zero_rows(ptx::SharedAddress tile, int first, int thread, int threads) {
   constexpr int kRowChunks = tile::kSwizzledRowBytes / 16;
