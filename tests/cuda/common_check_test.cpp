@@ -113,7 +113,7 @@ TEST(CommonCheck, ManySequencesAndPages) {
   table[70 * 1100] = -1;
   EXPECT_NE(of_cpu(p), "");
   EXPECT_EQ(of_gpu(p), of_cpu(p));
-  used[901] = 141;  // later than the page
+  used[901] = 141;  // a later fault than the page
   EXPECT_EQ(of_gpu(p), of_cpu(p));
   used[899] = 141;
   EXPECT_EQ(of_gpu(p), of_cpu(p));

@@ -35,7 +35,7 @@ class Oracle {
   }
 
   std::vector<double> dbias, dsinks;
-  // Size of the terms of dbias: terms may cancel, but their roundings do not.
+  // Sums of the absolute terms of dbias: terms may cancel, but their rounding errors do not.
   std::vector<double> size;
 
  private:
@@ -138,7 +138,7 @@ void launch_dbias(const Call<T>& call) {
                          common::dbias_blocks(call.p, call.g), nullptr, params);
 }
 
-// The elements of dbias that exist: each is written, the gaps between rows are not.
+// Marks the elements of dbias. The kernel writes all of them, but not the gaps between rows.
 template <class T>
 std::vector<char> written_elements(const Call<T>& call) {
   std::vector<char> written(call.dbias.size(), 0);
