@@ -96,9 +96,9 @@ TEST(PlannerCudaSplits, ClustersCombineFewSplitsThatRunAtOnce) {
   EXPECT_EQ(pages.cluster_size, 8);
 }
 
-// Splits give each SM one CTA if clusters have more than 8 CTAs or if two splits have many keys,
-// and two CTAs if clusters are smaller or a combine kernel is used. If there are tiles for more
-// than half of the SMs, sequences of at least four key tiles are not split.
+// Splits give each SM one CTA if clusters have more than 8 CTAs or if a sequence has two splits
+// with many keys each, and two CTAs if clusters are smaller or a combine kernel is used. If there
+// are tiles for more than half of the SMs, sequences of at least four key tiles are not split.
 TEST(PlannerCudaSplits, DecodeSplitsGiveOneOrTwoCtasPerSm) {
   const auto splits = [](int64_t batch, int64_t keys, int64_t heads, int64_t heads_kv) {
     Problem p = problem(TILEWISE_BFLOAT16, batch, 1, keys, heads);
@@ -207,7 +207,7 @@ TEST(PlannerCudaSplits, FullCachesAreCutAsWithoutDeviceLengths) {
       const ChunkSchedule schedule = forward(p, device).chunks;
       EXPECT_GE(schedule.chunks_if_uniform, splits) << batch << " x " << keys;
       constexpr int64_t kKeysForOneCta =
-          128 * 64;  // keys per CTA for one CTA per SM with any lengths
+          128 * 64;  // from this many keys per CTA on, an SM gets one CTA
       EXPECT_LE(schedule.chunks_if_uniform,
                 keys < splits * kKeysForOneCta && batch < 16 ? 2 * splits + 1 : splits);
       EXPECT_GE(schedule.max_chunks, batch * splits);
