@@ -79,8 +79,8 @@ TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
   if (p.key_flags.data != nullptr) p.key_flags.data[descriptor.index] = 0;
 }
 
-// Writes the descriptors, zeros in dq_sum, and for BackwardSums row_lse = -lse and row_delta =
-// -delta = dlse - sum(out dout).
+// Writes the descriptors, zeros in dq_sum, and the row statistics in the layout of BackwardSums:
+// row_lse = -lse and row_delta = -delta = dlse - sum(out dout).
 template <class C>
 TILEWISE_KERNEL(kPrepareThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
@@ -105,7 +105,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const auto columns = static_cast<int>(problem.head_dim_v);
   const bool exists = block.batch >= 0;
   Sequence s{};
-  int32_t rows = 0;  // in use, of the tile
+  int32_t rows = 0;  // valid rows of the tile before `end`
   if (exists) {
     s = sequence_of(problem, block.batch);
     rows = static_cast<int32_t>(clamp(s.band.rows - block.row0, 0, end));

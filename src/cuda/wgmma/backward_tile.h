@@ -1,5 +1,5 @@
-// Descriptors of the backward's work tiles, and the walk over the query tiles that see the keys of
-// one.
+// Descriptors of the backward's work tiles, and the walk over the query tiles of a work tile: those
+// that see its keys.
 #pragma once
 
 #include "attention/schedule.h"
@@ -73,7 +73,7 @@ struct DescriptorBuilder {
     r.skipped_tiles = static_cast<int32_t>(head_tiles - tiles.size());
     r.first_row = static_cast<int32_t>(sequence.first_row);
     r.row_batch_index = static_cast<int32_t>(sequence.batch_index);
-    // Where the sequence ends with the tensor, TMA reads zeros past its last row.
+    // If the sequence ends where the tensor ends, TMA reads zeros past its last row.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
     r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
   }
@@ -158,7 +158,7 @@ struct RowWalk {
     walk.advance(tile);
     return walk;
   }
-  // For all other callers. `begin`: the first row of every head.
+  // For all other callers, which hold `begin`, the first row of every head, in a register.
   TILEWISE_DEVICE void advance(int32_t tile, int32_t begin) {
     row += tile;
     ++index;
