@@ -25,7 +25,8 @@ constexpr int64_t kMinKeysPerFullTileSplit = 1024;  // full row tiles: bound by 
 // Short sequences leave a tile of one head nearly empty, so all heads of a GQA group share it.
 int32_t choose_pack(const Problem& p, int64_t tile) {
   const int64_t group = group_size(p);
-  // Not max_rows(p): packing decides which rows share a warp, and those take branches together.
+  // Not max_rows(p): rows that share a warp take branches together, so batch-invariant results
+  // require a packing that does not depend on the batch.
   const int64_t rows = selection_rows(p);
   const bool saves_tiles = ceil_div(rows * group, tile) < group * ceil_div(rows, tile);
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
@@ -88,8 +89,8 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   return 1;
 }
 
-// The batch-invariant rule depends only on a sequence's own lengths and assumes that it has the GPU
-// to itself. Sequences with more than a few rows have enough CTAs without splits.
+// The batch-invariant rule depends only on a sequence's own lengths and assumes that the sequence
+// has the GPU to itself. Sequences with more than a few rows have enough CTAs without splits.
 SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
   constexpr int64_t kCtas = 256;
   constexpr int64_t kRows = 8;
@@ -98,17 +99,18 @@ SplitRule invariant_rule(const Problem& p, int64_t tile_rows) {
           .max_rows = min(kRows, max<int64_t>(1, tile_rows / group_size(p)))};
 }
 
-// Device lengths without a chunk schedule: splits have as many keys as suit caches that are a
-// quarter full (half full if tiles are few). The grid is sized for full caches; CTAs past the end
-// of a short sequence exit at once.
+// The rule for device lengths without a chunk schedule. Splits have as many keys as suit caches
+// that are a quarter full (half full if tiles are few). The grid is sized for full caches; CTAs
+// past the end of a short sequence exit at once.
 SplitRule device_length_rule(const Problem& p, const Gpu& gpu, const KernelSet& kernel_set,
                              int64_t blocks) {
   const Tile& tile = kernel_set.forward_tile;
   const int64_t resident_ctas = int64_t{gpu.sm_count} * max(1, tile.blocks_per_sm);
-  // CTAs of full caches per resident CTA. Few tiles have more partial results per key, hence fewer.
+  // CTAs of the grid per resident CTA. Few tiles have more partial results per key, so they get
+  // fewer CTAs.
   const int64_t oversubscription = blocks * 2 > resident_ctas ? 4 : 2;
-  // Keys per split with `ctas` CTAs for full caches. In double, which cannot overflow; the rule
-  // divides 32-bit numbers.
+  // Keys per split with `ctas` CTAs for full caches. Computed in double, which cannot
+  // overflow, and clamped, because the rule divides 32-bit numbers.
   const auto keys_per_split = [&](int64_t ctas) {
     const double keys = __builtin_ceil(static_cast<double>(max_keys(p)) *
                                        static_cast<double>(blocks) / static_cast<double>(ctas));
@@ -259,9 +261,9 @@ bool uses_paired_waves(const Problem& p, const Plan& plan) {
 constexpr int64_t kStreamKFixedCost = int64_t{16} << 20;
 constexpr int64_t kStreamKCostPerElement = 5;
 
-// Shares the tiles of a partial last wave if that saves more time than it costs. Only for the fast
-// path of wgmma with uniform lengths and no mask, where all tiles have the same number of key
-// tiles.
+// Shares the tiles of a partial last wave if that saves more time than it costs. Only the fast
+// path of wgmma does so, with uniform lengths and no mask, where all tiles have the same number of
+// key tiles.
 StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& gpu,
                                  int64_t blocks) {
   const bool uniform = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
@@ -340,7 +342,7 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   if (uses_paired_waves(p, plan)) {
     plan.order.pair_tiles_for_waves(gpu.sm_count);
   } else if (family == Family::wgmma && plan.blocks > gpu.sm_count) {
-    // Tiles of different lengths: CTAs that finish early take the next one from a counter.
+    // If tiles may differ in length, CTAs that finish early take the next one from a counter.
     plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
   }
   if (family == Family::mma_sync && nan_may_leak(p))

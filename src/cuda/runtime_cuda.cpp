@@ -63,7 +63,7 @@ std::string cuda_version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 
-// A driver runs code that was built with a toolkit of its own or an older major version.
+// A driver runs code that was built with a toolkit of the driver's major version or an older one.
 std::string why_no_gpu(cudaError_t status) {
   int driver = 0;
   cudaDriverGetVersion(&driver);
