@@ -110,13 +110,13 @@ template <class C, Option kOption>
 class BackwardScoreMod {
   using Plan = BackwardPlan<C>;
   static constexpr int kGroups = Plan::kQueries / 8;  // of queries
-  // As BackwardSums::kPreload, as far as the option permits it.
+  // Whether S and dP start at their row statistics (BackwardSums), as far as the option permits it.
   static constexpr bool kPreload = C::kBackward.preload;
   static constexpr bool kStartsAtLse = kPreload && kOption != Option::softcap;
   static constexpr bool kStartsAtDelta = kPreload && kOption != Option::dropout;
   static constexpr bool kStartsAtScoreMod = kOption == Option::bias || kOption == Option::alibi;
-  // The tanh of a masked score: large enough for a weight of 0, small enough for a finite
-  // derivative.
+  // Stands for the tanh of a masked score: low enough for a weight of 0, and its square, which the
+  // derivative contains, is finite.
   static constexpr float kHiddenTanh = -1e19f;
 
  public:
