@@ -54,7 +54,7 @@ TEST(PlannerCudaOrder, TilesThatGrowUnevenlyAreScheduledDynamically) {
   };
   const Shape shapes[] = {
       {.rows = 2048, .keys = 2048, .left = -1, .right = 0, .paired = true},
-      // The rows are the last of the keys.
+      // The rows are aligned with the last keys.
       {.rows = 2048, .keys = 8192, .left = -1, .right = 0, .paired = true},
       {.rows = 2048, .keys = 2000, .left = -1, .right = 0, .paired = true},
       // 1024 rows or more attend to no key.
