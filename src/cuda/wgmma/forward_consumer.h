@@ -280,9 +280,8 @@ class ForwardConsumer {
     pack_weights();
   }
 
-  // Computes S of `tile` beside the PV product of the previous step. If row sums have grown so
-  // large that m has to move, the step moves it or, with kWide, returns true so that the caller
-  // does.
+  // Computes S of `tile` beside the PV product of the previous step. If row sums are so large that
+  // m has to move, the step moves it or, with kWide, returns true so that the caller does.
   template <bool kMasked>
   TILEWISE_DEVICE bool step(int stage, int32_t tile) {
     score_mod_.read_bias();
