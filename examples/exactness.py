@@ -91,7 +91,7 @@ def compute(
 
 
 def rows_of(setting: Setting, dtype: str, device: str = "cpu") -> list[dict[str, Any]]:
-    """One row per tensor, with the errors of tilewise and of naive attention."""
+    """One row per tensor, with the errors of Tilewise and of naive attention."""
     generator = torch.Generator().manual_seed(0)
     s = setting
     shapes = [(2, s.rows, s.heads, s.head_dim), *[(2, s.keys, s.kv_heads, s.head_dim)] * 2]

@@ -1,9 +1,9 @@
-"""Trains a small GPT whose sequences are cut over processes, beside one process with the whole.
+"""Trains a small GPT on sequences cut over processes, and compares with one process.
 
   python examples/train_distributed.py [--ranks 2]    starts the processes on this machine
   torchrun --nproc-per-node 2 examples/train_distributed.py
 
-Each rank has its rows of the tokens and targets, computes everything but the attention from them
+Each rank has its rows of the tokens and targets, computes everything except attention from them
 alone, and adds the gradients of the weights to those of the other ranks. Rank 0 also trains a copy
 of the model on whole sequences, and the program fails unless the losses of both agree.
 
@@ -50,7 +50,7 @@ def batch_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def cut_model(config: gpt.Config, args: argparse.Namespace) -> gpt.GPT:
-    """The model for this rank's rows: their attention and their positions are those of the cut."""
+    """The model for this rank's rows, with distributed attention and the rows' own positions."""
     model = gpt.GPT(config)
     attend = partial(td.attention, causal=True, method=args.method, layout=args.layout)
     for block in model.blocks:

@@ -34,7 +34,7 @@ COLOURS = {"tile": "#d9d9d9", "q": "#f6c891", "k": "#9ec9ec", "v": "#a9d8a5", "p
 
 
 class Bar(NamedTuple):
-    """Something that takes time; a prime marks the next work tile."""
+    """A bar of the drawing: one operation and its duration. A prime marks the next work tile."""
 
     row: int
     begin: int
@@ -44,7 +44,7 @@ class Bar(NamedTuple):
 
 
 def consumer(row: int, at: int) -> list[Bar]:
-    """A warpgroup whose first product starts at `at`; products take turns with the other one."""
+    """The bars of a warpgroup whose first product starts at `at`; it alternates with the other."""
     bars = [Bar(row, at, 4, "S3", "k")]
     for step, (s, o) in enumerate((("S2", "O3"), ("S1", "O2"), ("S0", "O1"), ("S3'", "O0"))):
         begin = 8 + 16 * step + 2 * at
@@ -75,12 +75,12 @@ EMPTY = (((4, 8), (1, 8)), ((4, 20), (1, 20)), ((4, 24), (1, 24)), ((4, 40), (1,
 
 
 def x_of(time: float) -> float:
-    """The column of a time."""
+    """The x coordinate of a time, in pixels."""
     return LEFT + (time - BEGIN) * UNIT
 
 
 def text(x: float, y: float, words: str, size: int = 12, more: str = "") -> str:
-    """Words at a place."""
+    """An SVG text at a position."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {more}>{words}</text>'
 
 

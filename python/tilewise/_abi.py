@@ -247,7 +247,7 @@ def _missing(path: str, name: str) -> Callable[..., None]:
 
 
 def sized(structure: type[ctypes.Structure]) -> Any:
-    """A new structure in which every field but ``struct_size`` is zero."""
+    """A new structure in which every field except ``struct_size`` is zero."""
     result = structure()
     result.struct_size = ctypes.sizeof(structure)
     return result

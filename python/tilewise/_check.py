@@ -1,8 +1,8 @@
 """Argument checks that do not need the library.
 
 Each error is one sentence with the argument's name, the value given and the values allowed. The
-checks read nothing of an array but ``shape`` and ``dtype``, so they work on NumPy arrays and on
-PyTorch tensors, also while ``torch.compile`` traces.
+checks read only ``shape`` and ``dtype`` of an array, so they work on NumPy arrays and on PyTorch
+tensors, also while ``torch.compile`` traces.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def integer(name: str, value: Any, allowed: str) -> int:
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> None:
-    """Refuses everything but a real number of Python or NumPy."""
+    """Refuses everything except a real number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, but must be {allowed}")
 

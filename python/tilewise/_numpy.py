@@ -1,9 +1,9 @@
 """The public functions on NumPy arrays, and on objects that NumPy can view as one, without PyTorch.
 
-They call the C library through ctypes, whose own thread pool does the work
-(TILEWISE_NUM_THREADS). bfloat16 arrays are those of the package ml_dtypes. Dropout bits come from
-NumPy's global generator: the same ``numpy.random.seed`` before ``attention`` and
-``attention_backward`` gives both the same bits.
+Through ctypes they call the C library, whose own thread pool does the work (TILEWISE_NUM_THREADS).
+bfloat16 arrays are those of the package ml_dtypes. Dropout bits come from NumPy's global generator:
+the same ``numpy.random.seed`` before ``attention`` and ``attention_backward`` gives both the same
+bits.
 """
 
 from __future__ import annotations

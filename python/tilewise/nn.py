@@ -245,7 +245,7 @@ class MultiheadAttention(torch.nn.Module):
         """Initialises the projections, sets sinks to 0 and computes the rotary tables.
 
         Call it after ``to_empty`` for a module created on "meta". A checkpoint holds everything
-        but the tables.
+        except the tables.
         """
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             projection.reset_parameters()

@@ -16,7 +16,7 @@ WAIT = 60.0  # seconds after which a hang is a failure
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
-    """The life of one process: joins a group of every size, then runs what the pipe brings."""
+    """Runs in each process: joins a group of every size, then runs the jobs from the pipe."""
     import datetime
 
     import torch

@@ -48,7 +48,7 @@ class Stream:
         self.context.__exit__(*error)
 
     def delay(self) -> None:
-        """A few milliseconds of GPU work, behind which the CPU queues what then runs at once."""
+        """Keeps the GPU busy for some milliseconds: calls that the CPU queues meanwhile overlap."""
         if on_gpu():
             with self:
                 torch.cuda._sleep(20_000_000)

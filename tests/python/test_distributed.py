@@ -92,7 +92,7 @@ def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
 
 
 def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray]:
-    """This rank's results, as the oracle has them."""
+    """This rank's results in float64, by the oracle's names."""
     b = Built(case)
     qkv, options = arguments(b, layout, group)
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
@@ -114,7 +114,7 @@ def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray
 
 
 def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The results of the whole from those of the ranks."""
+    """The results for whole sequences, joined from those of the ranks."""
     dims = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
     if c.bias is not None and "r" in c.bias:
         dims["dbias"] = 2
@@ -139,7 +139,7 @@ def possible(c: Case, method: str) -> bool:
 
 
 def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
-    """Compares the case, as (ranks, method, layout) of each call compute it, with the oracle."""
+    """Computes the case once per (ranks, method, layout), and compares it with the oracle."""
     b = Built(case)
     want = b.expected()
     yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
@@ -175,7 +175,7 @@ def test_results_and_gradients(pool, world):
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 def test_random_problems(pool, case, world, method, layout):
-    """Sequences of equal length out of the problems that one process solves."""
+    """The random problems of one process, changed to sequences of equal length."""
     batch = max(len(case.rows), 1)
     case = replace(
         case, rows=(max(case.rows, default=4),) * batch, keys=(max(case.keys, default=4),) * batch,

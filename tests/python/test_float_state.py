@@ -59,7 +59,7 @@ def state(name: str) -> Iterator[None]:
 
 
 def test_states_differ_from_the_default_one():
-    """Otherwise the tests below could not fail."""
+    """If a state were equal to the default one, the tests below could not fail with it."""
     default = state_of_this_thread()
     for name in STATES:
         with state(name):

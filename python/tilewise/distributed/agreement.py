@@ -1,4 +1,4 @@
-"""Ranks compare their calls before they exchange tensors, so that a difference is an error.
+"""Ranks compare their calls before they exchange tensors, so that a difference raises an error.
 
 Collectives whose arguments differ between ranks hang or move the wrong bytes. Each call therefore
 begins with an exchange of a 64-bit hash of its arguments and of three row counts. Only if the
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .ranks import Ranks, device_of, exchanging, gather_equal
 
-NUMBERS = 3  # how many numbers a call sends, whatever it is
+NUMBERS = 3  # how many numbers every call sends, whichever function it is
 
 
 class Call(NamedTuple):

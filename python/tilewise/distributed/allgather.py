@@ -20,7 +20,7 @@ from .ulysses import call
 
 
 class Span(NamedTuple):
-    """The keys that a run of rows may see, and the window that gives each row its own."""
+    """The keys that a run of rows may see, and the window that limits each row to its own keys."""
 
     begin: int
     end: int
@@ -30,12 +30,12 @@ class Span(NamedTuple):
 def span_of(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> Span:
     """The keys of a run of rows.
 
-    Row i of the whole is aligned with key i + size_k - size_q. In a call over the keys before
-    `end`, the last row of the run is aligned with key end - 1, which is `shift` keys too far: the
-    window moves back by as many.
+    Row i of the whole sequence is aligned with key i + size_k - size_q. In a call over the keys
+    before `end`, the last row of the run is aligned with key end - 1, which is `shift` keys too
+    far, so the window moves back by as many.
     """
     left, right = window
-    aligned = run[1] + size_k - size_q  # the end that would shift nothing
+    aligned = run[1] + size_k - size_q  # the end for which shift is 0
     end = size_k if right is None else min(size_k, aligned + right)
     if end <= 0 or run[0] == run[1]:
         return Span(0, 0, (None, None))
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 class GatherSpans(torch.autograd.Function):
-    """The spans of k, then those of v: views of what all ranks have.
+    """The spans of k, then those of v, as views of the tensors gathered from all ranks.
 
     The backward adds the gradients of the spans in float32 or wider before it exchanges them, and
     those of the ranks in rank order.
@@ -97,7 +97,7 @@ class GatherSpans(torch.autograd.Function):
 
 
 def why_not(p: Problem) -> str:
-    """The argument that this method cannot compute exactly, or nothing."""
+    """The argument that this method cannot compute exactly, or an empty string."""
     if p.request.alibi_slopes is not None and p.request.window[1] != 0:
         # The penalty counts from the aligned key, which moves with the end of the keys.
         return "alibi_slopes is given without causal=True"

@@ -18,14 +18,14 @@ METHODS = ("ulysses", "allgather")
 
 
 def check_method(method: str) -> str:
-    """The method, if it is one, or "auto"."""
+    """The given method, after a check that it is "auto" or one of ``METHODS``."""
     if not isinstance(method, str) or method not in ("auto", *METHODS):
         raise ValueError(f"method is {method!r}, but must be 'auto', 'ulysses' or 'allgather'")
     return method
 
 
 class Problem(NamedTuple):
-    """This rank's rows in "bshd" order, and what is known of the whole.
+    """This rank's rows in "bshd" order, and what is known of the whole sequence.
 
     The request has no bias, and its window includes causal.
     """
@@ -88,7 +88,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, layout: str, tensor_layout: str, method: str,
     request: Request, reduce_replicated: bool,
 ) -> Problem:  # fmt: skip
-    """Checks this rank's arguments, compares them with those of the other ranks.
+    """Checks this rank's arguments and compares them with those of the other ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
