@@ -46,8 +46,7 @@ struct PaddedRows {
     if (p.cu_seqlens_q == nullptr) return p.batch * round_up(p.seqlen_q, tile);
     return (p.seqlen_q / tile + p.batch + 1) * tile;
   }
-  // The sequence and its row with which padded tile `index` of a head starts; batch -1: an unused
-  // tile.
+  // Where padded tile `index` of a head starts: a sequence and its row. Unused tiles have batch -1.
   struct TileStart {
     int64_t batch;
     int64_t row0;
@@ -200,7 +199,7 @@ struct BackwardParams {
   int32_t* tile_counter = nullptr;  // null: one tile per cluster
 };
 
-// With the tensor maps of kernels that load by TMA. A box of q or dout has the rows of a
+// Adds the tensor maps of kernels that load by TMA. A box of q or dout has the rows of a
 // warpgroup's tile or of the CTA's tile, a box of k or v those of a key tile (cuda/wgmma/config.h).
 struct TmaForwardParams : ForwardParams {
   TensorMap q;

@@ -201,8 +201,8 @@ bool keys_are_mappable(const Problem& p) {
   return is_mappable(p.k, keys) && is_mappable(p.v, keys);
 }
 
-// A TMA box lies inside one page and starts at a multiple of its number of rows, which left padding
-// would shift.
+// A TMA box lies inside one page and starts at a multiple of its number of rows. Left padding would
+// shift that start.
 bool pages_are_mappable(const Problem& p) {
   const Shape pages = {p.pages, p.page_size, p.heads_kv};
   return p.leftpad_k == nullptr && rows_fit_32_bits(p) && is_mappable(p.k, pages) &&
