@@ -153,7 +153,7 @@ class NanRecompute {
     }
   }
 
-  // Whether all contaminated rows see a NaN themselves: nothing changes that.
+  // Whether all contaminated rows see a NaN themselves, so that further keys change nothing.
   TILEWISE_DEVICE bool all_see_nan() const {
     uint32_t nan = 0;
 #pragma unroll
