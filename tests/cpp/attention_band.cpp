@@ -96,8 +96,8 @@ TEST(Band, TileRangesAreTheUnionAndTheIntersectionOfTheirRows) {
 }
 
 TEST(Band, UnionIsTightWhenEveryRowSeesAKey) {
-  // Causal, square: the keys of a tile end at those of its last row; otherwise half the work is
-  // wasted.
+  // With a causal mask and as many rows as keys, the keys of a tile end at those of its last row;
+  // otherwise half the work would be wasted.
   const Band band = Band::make(100, 100, -1, 0);
   EXPECT_EQ(band.keys_of_any({32, 64}).end, 64);
   EXPECT_EQ(band.rows_of_any({32, 64}).begin, 32);

@@ -38,7 +38,7 @@ struct Batch {
     p.chunks = {max_chunks, 1, 64};
   }
 
-  // Computed sequentially.
+  // The chunk size, computed sequentially.
   int32_t chunk_size() const {
     const auto count = [&](int32_t size) {
       int32_t sum = 0;

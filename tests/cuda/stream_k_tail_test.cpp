@@ -47,7 +47,7 @@ void expect_whole(const StreamKTail& tail, int32_t key_tiles, int32_t blocks) {
     const std::vector<int32_t>& mine = results[static_cast<size_t>(tile)];
     ASSERT_EQ(static_cast<int32_t>(mine.size()), tail.shares_of(tile));
     ASSERT_LE(tail.shares_of(tile), StreamKTail::kMaxShares);
-    // The combine kernel expects them next to each other.
+    // The combine kernel expects the results of a tile next to each other.
     for (size_t i = 0; i < mine.size(); ++i)
       ASSERT_EQ(mine[i],
                 StreamKTail::result_index(tail.first_block(tile), tile) + static_cast<int32_t>(i));
