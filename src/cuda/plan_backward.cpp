@@ -13,10 +13,11 @@ namespace {
 // Part of L2 for Q, dO and the dQ sums of interleaved heads: 40 of the 50 MB of an H200 measured
 // best.
 constexpr double kL2Fraction = 0.8;
-// Minimum for mma_sync and simt: 8 heads run at 0.87 to 1.00 of this speed.
+// Minimum number of interleaved heads for mma_sync and simt. 8 heads reach 0.87 to 1.00 of the
+// speed of 16.
 constexpr int64_t kMinHeadGroup = 16;
-// Maximum for wgmma: 1.00 to 1.05 times the speed of 16 heads or more, with GQA up to 1.19 times; 4
-// heads are no better.
+// Maximum for wgmma. 8 heads are 1.00 to 1.05 times as fast as 16 or more, with GQA up to 1.19
+// times; 4 heads are no better.
 constexpr int64_t kMaxWgmmaHeadGroup = 8;
 
 // TileOrder::longest_first, by the rows that attend to a key tile: the first tiles are longest with
@@ -68,8 +69,8 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   return order;
 }
 
-// The larger grid of the key and row kernels or, for wgmma, an upper bound of the prepare kernel,
-// which has CTAs for both.
+// The larger grid of the key and row kernels or, for wgmma, an upper bound of the grid of the
+// prepare kernel, which has CTAs for both.
 int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
   const Size keys = Size(plan.blocks) * plan.kernel_set->backward_tile.cluster_size;
   const Size rows = Size(row_blocks(p, plan)) * plan.kernel_set->prepare_splits;
