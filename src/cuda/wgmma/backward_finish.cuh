@@ -43,7 +43,8 @@ struct DqPosition {
   }
 };
 
-// Writes a CTA's part of dscale, and whether its sums are not finite.
+// Writes a CTA's part of dscale, and a flag if its sums are not finite: `zero` is NaN in a thread
+// with such a sum, otherwise 0.
 template <class C>
 TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
   using Plan = FinishPlan<C>;

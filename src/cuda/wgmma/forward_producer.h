@@ -189,7 +189,7 @@ class ForwardProducer {
     if (tile == keys.first_tile) release(keys.tile_stage);
   }
 
-  // One key tile of one head; `full` counts the bytes.
+  // Loads one key tile of one head. `full` counts the bytes.
   template <class Tile>
   TILEWISE_DEVICE void load_keys(const Tile& to, Barrier full, const TensorMap& map,
                                  const KvCoordinates& keys, int32_t tile) const {
@@ -234,7 +234,7 @@ class ForwardProducer {
   static constexpr int kLanesPerRow = 8;
   static constexpr int kRowsPerPass = ptx::kWarpSize / kLanesPerRow;
 
-  // One row of a tile, by eight lanes; null: a row of zeros.
+  // Copies one row of a tile with eight lanes. If `from` is null, the row becomes 0.
   template <class Tile>
   TILEWISE_DEVICE void copy_row(const Tile& to, int row, const char* from, int columns) const {
 #pragma unroll 1
@@ -267,8 +267,8 @@ class ForwardProducer {
     if (lane() == 0) full.arrive();
   }
 
-  // Zeroes the rows from `begin` on. A row takes 128 bytes in each panel; their order does not
-  // matter.
+  // Zeroes the rows from `begin` on. A row takes 128 bytes in each panel; the swizzle, which
+  // permutes these bytes, does not matter.
   template <class Tile>
   TILEWISE_DEVICE void clear_rows(const Tile& tile, int begin) const {
     const uint32_t zeros[4] = {0, 0, 0, 0};
