@@ -281,7 +281,7 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
   Problem p = paged(TILEWISE_BFLOAT16, 16);
   p.batch_invariant = 1;
   EXPECT_EQ(form(p, 90), Form::tma_paged);
-  p.pages = int64_t{1} << 20;  // TMA counts no pieces
+  p.pages = int64_t{1} << 20;  // no such limit with TMA
   EXPECT_EQ(form(p, 90), Form::tma_paged);
   p.leftpad_k = p.block_table;  // key 0 may be anywhere in its page
   EXPECT_EQ(form(p, 90), Form::general);
