@@ -10,8 +10,8 @@
 
 namespace tilewise::cuda {
 
-// The kernels of one form. A null function: this build has no such kernel. In the simt family
-// `backward` computes dK and dV, and `finish` computes dQ.
+// The kernels of one form. A null function means that this build has no such kernel. In the simt
+// family `backward` computes dK and dV, and `finish` computes dQ.
 struct FormKernels {
   Kernel<ForwardParams> forward;
   Kernel<BackwardParams> prepare;

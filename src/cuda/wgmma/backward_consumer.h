@@ -44,7 +44,7 @@ class Products {
         k_rows_(
             typename Plan::KTile{shared + Plan::kK}.by_rows(Plan::kTransposedDq ? warpgroup : 0)) {}
 
-  // S^T = K Q^T. Unless kFromZero, it is added to what `s` holds: row statistics or score_mod.
+  // S^T = K Q^T. Unless kFromZero, the product is added to `s`: row statistics or score_mod.
   template <bool kFromZero>
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
     const uint64_t keys = of_step(k_);
@@ -128,8 +128,8 @@ class Products {
   }
 
  private:
-  // A descriptor that is the same in all steps. In the general form, which has several loops, ptxas
-  // would otherwise keep parts of it apart, too many for the uniform registers.
+  // Makes a descriptor, which is the same in all steps, opaque in the general form. For its several
+  // loops ptxas would otherwise keep more parts of descriptors than fit in the uniform registers.
   static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
     return C::kGeneral ? ptx::opaque_u64(descriptor) : descriptor;
   }
