@@ -1,9 +1,9 @@
 """The cost of options on a GPU, and problems outside of the grid of bench_gpu.py.
 
-Measures each option at D128, 4096 rows, causal, bf16, as a fraction of the speed without it; then
-windows, variable lengths, long contexts and head dimensions without a tile of their own, with
-PyTorch's operators as peers where they support the problem, and FA-3, where it is installed, for
-windows and variable lengths. The timing is that of bench_gpu.py.
+The script measures each option at D128, 4096 rows, causal, bf16, as a fraction of the speed without
+it; then windows, variable lengths, long contexts and head dimensions without a tile of their own.
+Peers are PyTorch's operators, where they support the problem, and for windows and variable lengths
+FA-3, where it is installed. The timing is that of bench_gpu.py.
 
   python bench/bench_options.py
   python bench/bench_options.py --filter varlen --json FILE

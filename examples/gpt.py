@@ -1,6 +1,6 @@
 """A small decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Everything but the attention is plain PyTorch. The attention is chosen by name:
+Everything except the attention is plain PyTorch. The attention is chosen by name:
 
   tilewise  tilewise.attention, in memory linear in the sequence length
   naive     softmax(q k^T) v, with the whole score matrix in memory

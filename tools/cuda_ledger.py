@@ -6,9 +6,9 @@
   python tools/cuda_ledger.py build/libtilewise.so --check --part   compares only the units in the
                                                                     library
 
-Reads the machine code in a library, or in object files, with cuobjdump, which is searched for in
-$CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump). No GPU
-is needed.
+The tool reads the machine code in a library, or in object files, with cuobjdump, which is searched
+for in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
+No GPU is needed.
 
 For wgmma kernels the ledger also counts the R2UR (a value moved to a uniform register) and WARPSYNC
 instructions in their main loops, where products wait for them. This needs nvdisasm in PATH or
@@ -17,9 +17,10 @@ beside cuobjdump; without it they are neither written nor compared.
 --check reports a changed number of registers or R2UR, an added or removed kernel, code 5 % larger
 or smaller, a library of 56 MB or more, and 8 MB or more of wgmma in it (whose machine code is
 compressed there). Fast-path kernels should not use the stack, where spilled registers go: the end
-of the file lists those that do, and --check reports one more, or one more byte. With --ninja-log
-FILE the compile times of the units are printed as well. Dynamic shared memory is not in the machine
-code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` reports it.
+of the file lists those that do, and --check reports any other kernel or any more bytes. With
+--ninja-log FILE the compile times of the units are printed as well. Dynamic shared memory is not in
+the machine code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` reports
+it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
   tools/gpu_check.py --stages models --wheels DIR   installs packages that the machine lacks
   tools/gpu_check.py --verify                 whether the committed results match these sources
 
-Needs no network, and nothing installed except CUDA, PyTorch, CMake, Ninja, pytest and hypothesis.
-Every stage has a time limit, and the result is written after each one. Stages that an earlier run
-on the same sources and GPU has passed stay in the file.
+The check needs CUDA, PyTorch, CMake, Ninja, pytest and hypothesis, and no network. Every stage has
+a time limit, and the result is written after each one. Stages that an earlier run on the same
+sources and GPU has passed stay in the file.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@
                                                     or that a GPU has run
 
 The kernels are those of docs/results/cuda-ledger.txt; a kernel with machine code for several GPUs
-counts once. A kernel has run in the emulator if its preset builds it, because .ci/run emulator
-fails if a kernel of its build was launched neither by it nor on a GPU. A kernel has run on a GPU if
-a result of gpu-check lists it; results that predate such lists count for all kernels of the tile
-tables whose tests passed.
+counts once. A kernel has run in the emulator if the emulator's preset builds it, because .ci/run
+emulator fails if a kernel of its build was launched neither there nor on a GPU. A kernel has run on
+a GPU if a result of gpu-check lists it; results that predate such lists count for all kernels of
+the tile tables whose tests passed.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def forced_logits(model: Any, tokenizer: Any, answer: Tensor) -> Tensor:
     return torch.cat(logits)
 
 
-# Tokens themselves are not compared: the first one is "The" or, 0.1 of 25 below it, a French
-# article, and in bf16 that is one rounding step. With eager attention as well, the French answer is
-# nonsense.
+# Tokens themselves are not compared: the first one is "The" or a French article, whose logits (near
+# 25) differ by 0.1, one rounding step of bf16. The French answer is nonsense with eager attention
+# as well.
 #
 # One run of a model says little either: one last bit of one attention, through thirty layers in
 # half precision, changes the mean error of the logits by a tenth. With last bits drawn at random,

@@ -406,7 +406,7 @@ def test_random_problems(dtype, shard, device, record_property):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_repeated_runs_are_bitwise_equal(head_dim, varlen, device):
-    """Races show up sooner or later: in the forward always, in the backward when deterministic."""
+    """Repeated runs reveal races sooner or later: without races all results are bitwise equal."""
     launches = 2 if device.name == "emulator" else 50
     case = dataclasses.replace(
         BASE, rows=(300, 190), keys=(310, 200), head_dim=head_dim, head_dim_v=head_dim,
