@@ -126,7 +126,7 @@ bench-gpu: ## compares with every installed peer on this machine's GPU (BENCH_FL
 
 # --- proof -----------------------------------------------------------------------------------------
 .PHONY: test
-test: test-cpp test-python ## all tests, C++ and Python (under 10 minutes on 2 cores)
+test: test-cpp test-python ## all tests, C++ and Python (12 minutes on 2 cores)
 	@$(say) "all tests passed"
 
 .PHONY: test-cpp

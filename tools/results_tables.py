@@ -156,10 +156,9 @@ def source(name: str, text: str) -> str:
     machine = data.get("machine", {})
     device = machine.get("device") or machine.get("cpu")
     is_current = name.startswith("cpu") or machine.get("kernels") == kernels_hash()
-    older = "" if is_current else "kernels have changed since"
-    remark = ", ".join(x for x in (device, machine.get("date"), older) if x)
-    remark = f" ({remark})" if remark else ""
-    return f"\n{text}\n*[{name}](docs/results/{name}){remark}*\n"
+    older = "" if is_current else "older kernels"
+    remarks = "".join(f", {x}" for x in (device, machine.get("date"), older) if x)
+    return f"\n{text}\n*[data](docs/results/{name}){remarks}*\n"
 
 
 def peers_rows() -> list[Row]:

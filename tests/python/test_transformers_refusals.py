@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -96,3 +98,26 @@ def test_composite_model_is_judged_by_its_submodels() -> None:
     config = EncoderDecoderConfig.from_encoder_decoder_configs(bloom, decoder)
     with pytest.raises(ValueError, match=r"^BloomModel .* \(BloomAttention\)"):
         build(config, EncoderDecoderModel)
+
+
+def test_wrapper_of_another_package_does_not_switch_the_refusals_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import FalconConfig, FalconModel, PreTrainedModel
+
+    from tilewise.integrations.transformers import _register
+
+    plain = inspect.unwrap(PreTrainedModel.get_correct_attn_implementation)
+
+    @functools.wraps(plain)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", theirs)
+    _register._refuse_unsupported_models()
+    ours = PreTrainedModel.get_correct_attn_implementation
+    _register._refuse_unsupported_models()
+    assert PreTrainedModel.get_correct_attn_implementation is ours, "wrapped twice"
+    small = dict(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(ValueError, match=r"^FalconModel computes"):
+        build(FalconConfig(**small), FalconModel)
