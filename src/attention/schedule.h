@@ -61,9 +61,9 @@ struct ChunkSchedule {
   int32_t max_chunks = 0;         // per batch, at least one per sequence; 0: no chunks
   Divisor chunks_if_uniform = 1;  // per sequence, when lengths are uniform
   Divisor tile = 1;               // keys per tile
-  // Lengths of at most kShort tiles count as uniform when the longest is at most this many fourths
+  // Lengths of at most kShort tiles count as uniform when the longest is at most this many quarters
   // of the mean.
-  int32_t uniform_fourths = kFourths;
+  int32_t max_imbalance_quarters = kDefaultImbalanceQuarters;
   // If not 0, the CTAs of long sequences start first, and no chunk is longer than the keys of the
   // batch divided by this number of sequences, which run at the same time.
   Divisor concurrent_sequences = 0;
@@ -73,17 +73,18 @@ struct ChunkSchedule {
     int32_t keys;
     int32_t longest;
 
-    // Whether the longest sequence has at most `fourths` / 4 times the mean length.
-    TILEWISE_FN constexpr bool within(int32_t fourths) const {
-      return int64_t{longest} * sequences * 4 <= int64_t{keys} * fourths;
+    // Whether the longest sequence has at most `quarters` / 4 times the mean length.
+    TILEWISE_FN constexpr bool imbalance_within(int32_t quarters) const {
+      return int64_t{longest} * sequences * 4 <= int64_t{keys} * quarters;
     }
   };
 
-  static constexpr int32_t kFourths = 5;  // default of `uniform_fourths`
-  static constexpr int32_t kShort = 32;   // tiles
+  static constexpr int32_t kDefaultImbalanceQuarters = 5;  // default of `max_imbalance_quarters`
+  static constexpr int32_t kShort = 32;                    // tiles
 
   TILEWISE_FN constexpr bool are_uniform(const Batch& batch) const {
-    return batch.within(batch.longest <= kShort * tile ? uniform_fourths : kFourths);
+    return batch.imbalance_within(batch.longest <= kShort * tile ? max_imbalance_quarters
+                                                                 : kDefaultImbalanceQuarters);
   }
 
   TILEWISE_FN constexpr bool any() const { return max_chunks != 0; }

@@ -124,11 +124,11 @@ SplitRule device_length_rule(const Problem& p, const Gpu& gpu, const KernelSet& 
           .max_splits = kMaxSplits};
 }
 
-// ChunkSchedule::uniform_fourths. With several tiles per SM, sequences of up to kShort tiles (2k
-// keys) are not cut unless the longest has more keys than, roughly, an SM reads in total.
-int32_t max_uniform_fourths(const Gpu& gpu, int64_t blocks) {
+// ChunkSchedule::max_imbalance_quarters. With several tiles per SM, sequences of up to kShort tiles
+// (2k keys) are not cut unless the longest has more keys than, roughly, an SM reads in total.
+int32_t choose_max_imbalance(const Gpu& gpu, int64_t blocks) {
   return static_cast<int32_t>(
-      clamp(blocks * 23 / (5 * gpu.sm_count), ChunkSchedule::kFourths, 1 << 20));
+      clamp(blocks * 23 / (5 * gpu.sm_count), ChunkSchedule::kDefaultImbalanceQuarters, 1 << 20));
 }
 
 // Whether long sequences start first and the longest are cut (concurrent_sequences), so that the
@@ -175,7 +175,7 @@ ChunkSchedule chunk_schedule(const Problem& p, const Plan& plan, const Gpu& gpu,
   schedule.max_chunks = static_cast<int32_t>(max_chunks);
   schedule.chunks_if_uniform = static_cast<int32_t>(min(plan.splits, max_chunks / p.batch));
   schedule.tile = plan.tile_k;
-  if (last_cta) schedule.uniform_fourths = max_uniform_fourths(gpu, blocks);
+  if (last_cta) schedule.max_imbalance_quarters = choose_max_imbalance(gpu, blocks);
   const int64_t resident_ctas = sms * max(1, plan.kernel_set->forward_tile.blocks_per_sm);
   if (starts_longest_first(p, plan, blocks, resident_ctas))
     schedule.concurrent_sequences = static_cast<int32_t>(max<int64_t>(1, resident_ctas / heads));

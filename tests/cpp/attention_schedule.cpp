@@ -118,7 +118,7 @@ TEST(ChunkSchedule, ShortSequencesCountAsUniformLonger) {
   for (const int32_t tiles : {32, 8, 8, 8}) lengths.keys.push_back(tiles * 64);
   ChunkSchedule schedule{8, 1, 64};
   EXPECT_GT(lengths.chunks(lengths.chunk_size(schedule)), 4);
-  schedule.uniform_fourths = 10;
+  schedule.max_imbalance_quarters = 10;
   EXPECT_EQ(lengths.chunks(lengths.chunk_size(schedule)), 4);
   lengths.keys[0] += 1;
   EXPECT_GT(lengths.chunks(lengths.chunk_size(schedule)), 4);

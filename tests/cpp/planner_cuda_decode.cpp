@@ -344,9 +344,10 @@ TEST(PlannerCudaDecode, ChunksFitTheArrivalCounter) {
 // With several tiles per SM, short sequences count as uniform even if the longest is several times
 // the mean.
 TEST(PlannerCudaDecode, UniformityLimitGrowsWithTheNumberOfTiles) {
-  EXPECT_EQ(chunks_of_decode(16).uniform_fourths, ChunkSchedule::kFourths);
-  EXPECT_EQ(chunks_of_decode(64).uniform_fourths, 64 * 8 * 23 / (5 * gpu_with(90).gpu.sm_count));
-  EXPECT_GT(chunks_of_decode(128).uniform_fourths, 7 * 4);
+  EXPECT_EQ(chunks_of_decode(16).max_imbalance_quarters, ChunkSchedule::kDefaultImbalanceQuarters);
+  EXPECT_EQ(chunks_of_decode(64).max_imbalance_quarters,
+            64 * 8 * 23 / (5 * gpu_with(90).gpu.sm_count));
+  EXPECT_GT(chunks_of_decode(128).max_imbalance_quarters, 7 * 4);
 }
 
 // Long sequences start first if there are more tiles than run at once, or nearly as many and

@@ -57,7 +57,7 @@ struct CombinedRow {
     bool is_nan = false;
     for (int32_t split = ptx::lane_index(); split < splits; split += ptx::kWarpSize) {
       const float lse = params.partial_lse[result_index(split)];
-      is_nan |= lse != lse && !is_lost_lse(lse);
+      is_nan |= lse != lse && !is_recompute_marker(lse);
     }
     if (ptx::any(is_nan)) return false;
     const Problem& p = params.problem;

@@ -7,13 +7,13 @@
 
 namespace tilewise::cuda::common {
 
-// A "lost" row is one whose sum of weights overflowed or lost its precision (is_lost in
-// forward_results.h). Its lse, or that of its split, is this particular NaN, and the whole row is
-// computed again; any other NaN is the result.
-TILEWISE_DEVICE float lost_lse() { return ptx::float_of(0x7fc0105eu); }
-TILEWISE_DEVICE bool is_lost_lse(float lse) { return ptx::bits_of(lse) == 0x7fc0105eu; }
+// A row whose sum of weights overflowed or lost its precision must be recomputed (needs_recompute
+// in forward_results.h). Its lse, or the lse of its split, is then this particular NaN; any other
+// NaN is a result and is kept.
+TILEWISE_DEVICE float recompute_marker() { return ptx::float_of(0x7fc0105eu); }
+TILEWISE_DEVICE bool is_recompute_marker(float lse) { return ptx::bits_of(lse) == 0x7fc0105eu; }
 
-// Whether the splits of a row with this lse must not be combined: one of them is lost, or |lse| is
+// Whether the splits of a row with this lse must not be combined: one is marked, or |lse| is
 // so large that its rounding to fp32 changes weights by more than 1e-4 (16-bit elements) or 2e-5
 // (fp32).
 template <class Element>

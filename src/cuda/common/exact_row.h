@@ -1,6 +1,6 @@
 // One row of a forward by one warp: an online softmax in fp32 over the row's keys, one key per lane
 // at a time, read from q, k and v in global memory. It works for scores of any size. The fast
-// kernels call it for a row whose own sums overflowed or lost their precision (`is_lost` of
+// kernels call it for a row whose own sums overflowed or lost their precision (`needs_recompute` of
 // forward_results.h), which is rare; it is slow.
 #pragma once
 

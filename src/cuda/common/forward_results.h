@@ -32,7 +32,7 @@ struct RowResults {
   }
 };
 
-// Above these |m| the rounding of an exponent to fp32 matters, and a row is lost (is_lost).
+// Above these |m| the rounding of an exponent to fp32 matters, and a row needs_recompute.
 inline constexpr float kMaxExponentWithBias = 0x1p24f;
 inline constexpr float kMaxExponent = 0x1p12f;
 // Above this l its reciprocal is subnormal.
@@ -48,12 +48,12 @@ TILEWISE_DEVICE float round_exponent_up(float x) {
 // The m of a row whose scores so far were all -inf.
 inline constexpr float kNoKey = -FLT_MAX;
 
-// `exponent` is that of `top`, the largest score of some keys, and may have overflowed to -inf. If
-// the score is finite, the result is at least the second lowest number of fp32, so that m tells
-// such a score from -inf.
-TILEWISE_DEVICE float lowest_exponent(float top, float exponent) {
-  constexpr float kLowest = -0x1.fffffcp127f;
-  return top > kMinusInfinity ? ptx::fmax(exponent, kLowest) : exponent;
+// `exponent` is the exponent of `top`, the largest score of some keys, and may have overflowed to
+// -inf although the score is finite. The result is then the second lowest finite number of fp32, so
+// that the m of such a row differs from kNoKey.
+TILEWISE_DEVICE float clamp_exponent(float top, float exponent) {
+  constexpr float kMinExponent = -0x1.fffffcp127f;
+  return top > kMinusInfinity ? ptx::fmax(exponent, kMinExponent) : exponent;
 }
 
 // The softmax denominator of a row: each of its keys has the weight exp(score - origin) * 2^-m, and
@@ -113,17 +113,18 @@ struct RowNormaliser {
   static constexpr float kLog2eLow = static_cast<float>(kLog2eExact - double{kLog2e});
 };
 
-// Whether row r is lost, that is, must be computed again by write_exact_row: l has overflowed, or
-// |m| is so large that the rounding of exponents to fp32 changes the weights. With a bias, scores
-// are rounded themselves, and that rounding hides the one of exponents up to 2^24. Without a bias,
-// plain fp32 and the backward round the score, product times scale, but this forward rounds its
-// exponent: the two differ from 2^12 on. kKeys: keys per tile. kLowest: exponents went through
-// `lowest_exponent`; otherwise m may be kNoKey although the row sees a key.
-template <int kKeys, bool kLowest>
-TILEWISE_DEVICE bool is_lost(const Problem& p, const QueryTile& q_tile, int32_t r, float m,
-                             float l) {
+// Whether row r must be computed again by write_exact_row: l has overflowed, or |m| is so large
+// that the rounding of exponents to fp32 changes the weights. With a bias the sum of score and bias
+// is itself rounded to fp32, so the error of the exponents only matters beyond 2^24. Without a
+// bias, plain fp32 attention and our backward round the score, product times scale, whereas this
+// forward rounds the exponent: from 2^12 on the results differ. kKeys: keys per tile.
+// kClampExponents: exponents went through `clamp_exponent`; otherwise m may be kNoKey although the
+// row sees a key.
+template <int kKeys, bool kClampExponents>
+TILEWISE_DEVICE bool needs_recompute(const Problem& p, const QueryTile& q_tile, int32_t r, float m,
+                                     float l) {
   if (!(l <= kOverflow)) return true;
-  if (kLowest && m == kNoKey) return false;
+  if (kClampExponents && m == kNoKey) return false;
   if (!(__builtin_fabsf(m) > (p.bias != nullptr ? kMaxExponentWithBias : kMaxExponent)))
     return false;
   const int32_t row = q_tile.rows.row(r);

@@ -26,6 +26,7 @@
 // with the warp's own queries.
 #pragma once
 
+#include "cuda/common/exponent_scale.h"
 #include "cuda/mma_sync/backward_keys.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_rows.cuh"
@@ -33,13 +34,6 @@
 #include "cuda/mma_sync/backward_semaphores.cuh"
 
 namespace tilewise::cuda::mma_sync {
-
-// The scale of P = exp2(scale_log2 * s + row_lse). It is never 0, so that a masked score, which is
-// infinite, makes P 0 whatever the sign of the scale.
-TILEWISE_DEVICE float exponent_scale(float scale) {
-  const float x = scale * kLog2e;
-  return x < 1e-30f && x > -1e-30f ? 1e-30f : x;
-}
 
 // The addresses of the tiles of a step.
 template <class C>

@@ -1,4 +1,5 @@
-// Recomputes the rows whose scores are too large for the softmax of the main loop (`is_lost`).
+// Recomputes the rows whose scores are too large for the softmax of the main loop
+// (`needs_recompute`).
 #pragma once
 
 #include "cuda/common/exact_row.h"
@@ -7,7 +8,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Marks the rows of a warp whose m and l do not determine their result, by the lse `lost_lse`.
+// Sets the lse of the rows of a warp whose m and l do not determine their result to
+// `recompute_marker`.
 template <class C>
 TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q_tile,
                                             const LanePosition& position,
@@ -17,9 +19,9 @@ TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (is_lost<C::kForward.keys, C::kGeneral>(p, q_tile, position.row(i, h), softmax.m[i][h],
-                                                 softmax.l[i][h])) [[unlikely]]
-        result.lse[i][h] = common::lost_lse();
+      if (needs_recompute<C::kForward.keys, C::kGeneral>(
+              p, q_tile, position.row(i, h), softmax.m[i][h], softmax.l[i][h])) [[unlikely]]
+        result.lse[i][h] = common::recompute_marker();
     }
   }
 }
@@ -50,7 +52,7 @@ TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (common::is_lost_lse(result.lse[i][h]) && position.row(i, h) < q_tile.rows.count)
+      if (common::is_recompute_marker(result.lse[i][h]) && position.row(i, h) < q_tile.rows.count)
         marked |= 1u << (2 * i + h);
     }
   }

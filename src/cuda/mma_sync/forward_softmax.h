@@ -105,7 +105,7 @@ struct RowSoftmax {
           x = ptx::fmax(x, ptx::fmax(s.x[i][n][2 * h], s.x[i][n][2 * h + 1]));
         highest[i][h] =
             kTopExponent == 0.0f ? x * scale.at(i, h) : ptx::fma(x, scale.at(i, h), -kTopExponent);
-        if constexpr (C::kGeneral) highest[i][h] = lowest_exponent(x, highest[i][h]);
+        if constexpr (C::kGeneral) highest[i][h] = clamp_exponent(x, highest[i][h]);
         more |= highest[i][h] > m[i][h] + kSlack;
       }
     }

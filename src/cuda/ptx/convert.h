@@ -18,9 +18,9 @@ TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
 }
 // cvt.rn.f16x2.e4m3x2: converts the two float8_e4m3 numbers in the low or high half of x, exactly.
 // The number in the low byte goes to the low half of the result.
-template <bool kHigh>
+template <bool kUpperHalf>
 TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {
-  return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kHigh ? x >> 16 : x));
+  return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kUpperHalf ? x >> 16 : x));
 }
 // cvt.f32.f16 of the low half.
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
@@ -97,10 +97,10 @@ TILEWISE_DEVICE uint32_t cvt_bf16x2(float low, float high) {
                                               << 16;
 #endif
 }
-template <bool kHigh>
+template <bool kUpperHalf>
 TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {  // sm_89; choosing a half is free
   uint32_t r;
-  if constexpr (kHigh)
+  if constexpr (kUpperHalf)
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(x));
   else
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l; }" : "=r"(r) : "r"(x));

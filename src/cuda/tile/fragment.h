@@ -108,7 +108,7 @@ class TransposedOffsets {
 
   TILEWISE_DEVICE TransposedOffsets opaque() const {
     TransposedOffsets o = *this;
-    o.offsets_ = offsets_.opaque();
+    if constexpr (Element::kBytes == 4) o.offsets_ = offsets_.opaque();
     return o;
   }
 

@@ -30,7 +30,7 @@ enum class Lanes {
 
 // `opaque()` of the address classes here and in the other headers of this folder is for long loops:
 // addresses that follow from the result by xor are then computed in every step instead of being
-// kept in registers. LaneOffsets has it for the common interface only.
+// kept in registers. LaneOffsets does not need it, because its `at` only adds immediates.
 
 // Addresses of a lane in a tile. Rows are multiples of 8, columns are steps of 32 bytes from
 // `first_step` on. With unrolled loops everything except base_ is an immediate.
@@ -46,8 +46,6 @@ class LaneOffsets {
     // Hides from the compiler how base_[0] follows from `lane`; its value stays the same.
     base_[0] = ptx::shuffle(base_[0], lane);
   }
-
-  TILEWISE_DEVICE LaneOffsets opaque() const { return *this; }
 
   TILEWISE_DEVICE uint32_t at(int row, int step) const {
     return base_[step % kVariants] +

@@ -47,7 +47,7 @@ class Products {
   // S^T = K Q^T. Unless kFromZero, the product is added to `s`: row statistics or score_mod.
   template <bool kFromZero>
   TILEWISE_DEVICE void start_s(ScoreSums<C>& s, int stage) const {
-    const uint64_t keys = of_step(k_);
+    const uint64_t keys = opaque_descriptor(k_);
     const uint64_t q = q_ + stage_step<typename Plan::QTile>(stage);
     ptx::wgmma_fence();
 #pragma unroll
@@ -65,7 +65,7 @@ class Products {
   // dP^T = V dO^T, likewise.
   template <bool kFromZero>
   TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, int stage) const {
-    const uint64_t values = of_step(v_);
+    const uint64_t values = opaque_descriptor(v_);
     const uint64_t dout = dout_ + stage_step<typename Plan::DoutTile>(stage);
     ptx::wgmma_fence();
 #pragma unroll
@@ -106,7 +106,7 @@ class Products {
   TILEWISE_DEVICE void start_dq(DqSums<C>& dq, int stage) const {
     constexpr int kN = Plan::kDqGroups * 8;
     const uint64_t ds = ds_ + stage_step<typename Plan::DsTile>(stage);
-    const uint64_t rows = of_step(k_rows_);
+    const uint64_t rows = opaque_descriptor(k_rows_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Plan::kKeys / 16; ++k) {
@@ -128,9 +128,10 @@ class Products {
   }
 
  private:
-  // Makes a descriptor, which is the same in all steps, opaque in the general form. For its several
-  // loops ptxas would otherwise keep more parts of descriptors than fit in the uniform registers.
-  static TILEWISE_DEVICE uint64_t of_step(uint64_t descriptor) {
+  // In the general form, hides from ptxas that a descriptor is the same in all steps. ptxas would
+  // otherwise keep the addresses that it derives from descriptors across the form's several loops,
+  // and they do not fit in the uniform registers.
+  static TILEWISE_DEVICE uint64_t opaque_descriptor(uint64_t descriptor) {
     return C::kGeneral ? ptx::opaque_u64(descriptor) : descriptor;
   }
   template <class Tile>

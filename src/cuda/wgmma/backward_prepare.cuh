@@ -26,11 +26,12 @@ struct RowLanes {
   static constexpr int kLanes = min(32, kChunks & -kChunks);
   static constexpr int kColumns = kChunks / kLanes;
   static constexpr int kRowsPerPass = kPrepareThreads / kLanes;
-  // As many CTAs share a tile as it has groups of kRows rows: many small CTAs keep the memory
-  // busier than few large ones (D128: 70 us instead of 85 us for 16k rows of 16 heads).
-  static constexpr int kLeast = max(16, kRowsPerPass);
+  // Rows per CTA: as few as fill one pass, if they divide the rows of a tile. Many small CTAs keep
+  // more loads in flight than few large ones (D128: 70 us instead of 85 us for 16k rows of 16
+  // heads).
+  static constexpr int kMinRows = max(16, kRowsPerPass);
   static constexpr int kRows =
-      BackwardSums<C>::kQueries % kLeast == 0 ? kLeast : BackwardSums<C>::kQueries;
+      BackwardSums<C>::kQueries % kMinRows == 0 ? kMinRows : BackwardSums<C>::kQueries;
   static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
 };
 

@@ -24,8 +24,8 @@ class ForwardConsumer {
   static constexpr int kKeys = kTile.keys;
   // Capped scores are bounded.
   static constexpr bool kBounded = kOption == Option::softcap;
-  static constexpr bool kLowest = kOption == Option::bias || kOption == Option::any;
-  using RowMath = RowSoftmax<kKeys / 8, kBounded, kLowest>;
+  static constexpr bool kClampExponents = kOption == Option::bias || kOption == Option::any;
+  using RowMath = RowSoftmax<kKeys / 8, kBounded, kClampExponents>;
   static constexpr bool kWide = kHasWideRange<Element>;
 
   TILEWISE_DEVICE ForwardConsumer(const TmaForwardParams& params, const Shared& shared,
@@ -435,12 +435,12 @@ class ForwardConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (kBounded ? epilogue.l[0][h] > kOverflow
-                   : is_lost<kKeys, kLowest>(p_.problem, work_tile, at.row(0, h), softmax_.m[0][h],
-                                             epilogue.l[0][h])) {
+                   : needs_recompute<kKeys, kClampExponents>(p_.problem, work_tile, at.row(0, h),
+                                                             softmax_.m[0][h], epilogue.l[0][h])) {
         // Marks a row that has to be recomputed: by this CTA, or by the combine kernel if the
         // results are partial.
         epilogue.l[0][h] = -kMinusInfinity;
-        epilogue.rows.factor[0][h] = epilogue.rows.lse[0][h] = common::lost_lse();
+        epilogue.rows.factor[0][h] = epilogue.rows.lse[0][h] = common::recompute_marker();
       }
     }
     if (!work_tile.sequence.fits) [[unlikely]]
@@ -453,7 +453,7 @@ class ForwardConsumer {
   TILEWISE_DEVICE void store_tile(int stage, const EpilogueState& epilogue) {
     const WorkTile& work_tile = shared_.work_tile(stage);
     const LanePosition at = position();
-    const bool grown = ptx::fmax(epilogue.l[0][0], epilogue.l[0][1]) > RowMath::kHigh;
+    const bool grown = ptx::fmax(epilogue.l[0][0], epilogue.l[0][1]) > RowMath::kRescaleThreshold;
     const bool recomputes = C::kGeneral || work_tile.splits == 1;
     if (recomputes && (p_.nan_may_leak || ptx::any(grown)) &&
         ptx::any(!outputs_are_finite(work_tile, at, o_, epilogue.l)) && work_tile.sequence.fits)

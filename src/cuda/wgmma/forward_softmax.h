@@ -35,19 +35,20 @@ struct LinearExponent {
   TILEWISE_DEVICE float operator()(float x, float term) const { return ptx::fma(x, scale, term); }
 };
 
-// kBounded: scores are not large. kLowest: scores may be so low, as those with a bias are, that
-// their product with the scale overflows.
-template <int kColumns, bool kBounded, bool kLowest>
+// kBounded: scores are not large, as with softcap. kClampExponents: scores may be so low, as with a
+// bias, that their product with the scale overflows to -inf; see clamp_exponent.
+template <int kColumns, bool kBounded, bool kClampExponents>
 struct RowSoftmax : RowSums {
   using Scores = tile::Sums<1, kColumns>;
 
   float shrink[2];  // factor for the sums of earlier steps
   float scale;      // positive
 
-  // From this l on, a row is checked for overflow and m moves: after the step if weights have the
-  // range of fp32 (bf16), within the step if they end at 2^16 (fp16).
-  static constexpr float kHigh = 0x1p24f;
-  static constexpr float kHighOfNarrow = 0x1p14f;
+  // From this l on, m moves and o is rescaled: after the step if weights have the range of fp32
+  // (bf16), within the step if they end at 2^16 (fp16). A row whose final l exceeds
+  // kRescaleThreshold may have overflowed in between, so its outputs are checked.
+  static constexpr float kRescaleThreshold = 0x1p24f;
+  static constexpr float kRescaleThresholdFp16 = 0x1p14f;
   // A lower m comes from keys that a bias hides, with -1e4 for instance, and says nothing about
   // later scores.
   static constexpr float kHidden = -0x1p10f;
@@ -58,9 +59,9 @@ struct RowSoftmax : RowSums {
   // sums before this step, so that nothing waits for the new ones.
   template <bool kWide, class Exponent>
   TILEWISE_DEVICE bool weigh(Scores& s, const Exponent& exponent) {
-    const bool high = l[0][0] > kHigh || l[0][1] > kHigh;
+    const bool high = l[0][0] > kRescaleThreshold || l[0][1] > kRescaleThreshold;
     exponentiate(s, exponent);
-    return kWide ? high : l[0][0] > kHighOfNarrow || l[0][1] > kHighOfNarrow;
+    return kWide ? high : l[0][0] > kRescaleThresholdFp16 || l[0][1] > kRescaleThresholdFp16;
   }
 
   // Moves m so that l is near 1. `factor`: powers of 2 by which the caller multiplies the sums and
@@ -96,7 +97,7 @@ struct RowSoftmax : RowSums {
       const float top = tile::quad_max(ptx::fmax(x[0], x[1]));
       float highest = exponent(top);
       if constexpr (!kBounded) highest = round_exponent_up(highest);
-      if constexpr (kLowest) highest = lowest_exponent(top, highest);
+      if constexpr (kClampExponents) highest = clamp_exponent(top, highest);
       m[0][h] = ptx::fmax(before, highest);
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
