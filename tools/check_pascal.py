@@ -27,15 +27,17 @@ KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_prepare", "backward_keys", "backward_rows"],
 }
-# Files of src/cuda/common: the parameter struct of a kernel that is a template of the element, or
-# "" for kernels that including the file compiles.
-COMMON = {
-    "append": "AppendParams",
-    "combine": "CombineParams",
-    "dbias": "DbiasParams",
-    "scalar_gradients": "",
-    "prepare": "",
-    "check": "",
+COMMON_FILES = ["append", "check", "combine", "dbias", "prepare", "scalar_gradients"]
+# The kernels in src/cuda/common that are templates of the element, as kernels.cu instantiates them,
+# with their parameter structs. Including the files is enough to compile the other kernels.
+COMMON_TEMPLATES = {
+    "append<{}>": "AppendParams",
+    "combine<{}, SplitRow>": "ForwardParams",
+    "combine<{}, ChunkRow>": "ForwardParams",
+    "combine_by_warps<{}, SplitRow>": "ForwardParams",
+    "combine_by_warps<{}, StreamKRow>": "ForwardParams",
+    "dbias<{}>": "DbiasParams",
+    "dsinks<{}>": "DsinksParams",
 }
 
 # NVRTC has no C++ library and few of the compiler's builtins; this is what the kernels and the host
@@ -45,22 +47,34 @@ HEADERS = {
         "#define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000)\n"
         "#define __builtin_memcpy(to, from, bytes) memcpy(to, from, bytes)\n"
         "#define __builtin_expf(x) expf(x)\n"
+        "#define __builtin_fabsf(x) fabsf(x)\n"
         "#define __builtin_logf(x) logf(x)\n"
         "#define __builtin_log(x) log(x)\n"
         "#define __builtin_tanhf(x) tanhf(x)\n"
         "#define __builtin_mul_overflow(a, b, result) (*(result) = (a) * (b), false)\n"
         "#define __builtin_add_overflow(a, b, result) (*(result) = (a) + (b), false)\n"
     ),
+    "bit": "",
+    "cfloat": "#define FLT_MAX 3.402823466e+38f\n#define FLT_MIN 1.175494351e-38f\n",
     "cstddef": "",
     "stdint.h": (
         "typedef signed char int8_t; typedef short int16_t; typedef int int32_t;"
         "typedef long int64_t; typedef unsigned char uint8_t; typedef unsigned short uint16_t;"
         "typedef unsigned uint32_t; typedef unsigned long uint64_t;"
         "typedef unsigned long uintptr_t;\n"
+        "#define INT32_MAX 0x7fffffff\n"
         "#define INT64_MAX 0x7fffffffffffffffL\n"
         "#define INT64_MIN (-INT64_MAX - 1)\n"
     ),
     "cstdint": '#include "stdint.h"\n',
+    "type_traits": (
+        "namespace std {"
+        "template <bool b, class T, class U> struct choice { using type = T; };"
+        "template <class T, class U> struct choice<false, T, U> { using type = U; };"
+        "template <bool b, class T, class U> using conditional_t = typename choice<b, T, U>::type;"
+        "template <class T, class U> inline constexpr bool is_same_v = false;"
+        "template <class T> inline constexpr bool is_same_v<T, T> = true; }\n"
+    ),
     "array": (
         "namespace std { template <class T, int n> struct array { T data[n]; };"
         "template <class T, class... U> array(T, U...) -> array<T, 1 + sizeof...(U)>; }\n"
@@ -120,15 +134,13 @@ def source_of(file: str, element: str, head_dim: int) -> str:
 
 def source_of_common() -> str:
     """All kernels of src/cuda/common."""
-    lines = [f'#include "cuda/common/{file}.cuh"' for file in COMMON]
+    lines = [f'#include "cuda/common/{file}.cuh"' for file in COMMON_FILES]
     lines.append("namespace tilewise::cuda::common {")
-    kernels = {**COMMON, "dsinks": "DsinksParams"}
-    for element in ELEMENTS:
-        lines.extend(
-            f"template __global__ void {kernel}<{element}>(TILEWISE_PARAMETER {kernels[kernel]});"
-            for kernel in kernels
-            if kernels[kernel]
-        )
+    lines.extend(
+        f"template __global__ void {kernel.format(element)}(TILEWISE_PARAMETER {parameters});"
+        for element in ELEMENTS
+        for kernel, parameters in COMMON_TEMPLATES.items()
+    )
     return "\n".join([*lines, "}"])
 
 

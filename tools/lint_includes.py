@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
 
-CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma", "cuda/tcgen05")
+CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma")
 _BELOW_FAMILIES = (
     "base",
     "attention",

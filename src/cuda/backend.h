@@ -37,7 +37,7 @@ struct Plan {
   ChunkSchedule chunks;          // equal chunks of a varlen batch, instead of splits
   StreamKTail stream_k;          // wgmma: all CTAs share the tiles of the last wave
   int32_t cluster_size = 1;      // CTAs that combine the splits of a tile in a cluster; 1: none do
-  int32_t max_cluster_size = 0;  // if not 0: clusters combine, and `splits` is at most this
+  int32_t max_cluster_size = 0;  // if not 0: a cluster combines, and `splits` is at most this
   bool last_cta_combines = false;  // a tile's last CTA, not a kernel, combines its chunks
   int32_t partial_stride = 0;      // rows per sequence of partial results (params.h)
 

@@ -231,13 +231,15 @@ int32_t choose_stages(const Plan& plan, const Gpu& gpu, int64_t blocks) {
   return saturated ? kReducedStages : 0;
 }
 
-// Spreads the chunks of uniform lengths over all GPCs (CtaPlacement) when they leave at least 1/16
-// of the SMs idle at one CTA per SM. The hardware first gives CTAs of a grid to idle SMs and then
-// one to each SM, one GPC after the other. Long chunks trigger no early launch
-// (choose_pdl_trigger), so all SMs are idle when the next grid starts, and chunks are spread over
-// one CTA per SM. Shorter chunks trigger one, so the SMs without a chunk are idle and each get one
-// more CTA, over which chunks are spread as well. With two CTAs per SM, the SMs that get a second
-// chunk are spread over all GPCs instead.
+// Spreads the chunks of uniform lengths over all GPCs (CtaPlacement) when the last wave leaves at
+// least 1/16 of the SMs without a chunk. The hardware gives the CTAs of a grid first to idle SMs
+// and then one to each SM, one GPC after the other.
+//   - One CTA per SM, long sequences: there is no early launch (choose_pdl_trigger), so all SMs are
+//     idle when a grid starts, and its chunks are spread over the first CTA of every SM.
+//   - One CTA per SM, shorter sequences: a grid starts while the chunks of the previous one still
+//     run, and sms - chunks SMs are idle. These get the first CTAs, and every SM gets one of the
+//     next; the chunks are spread over both, 2 * sms - chunks CTAs.
+//   - Two CTAs per SM: every SM gets a first chunk, and the second ones are spread over the SMs.
 CtaPlacement place_chunks(const Plan& plan, const Gpu& gpu, int64_t tiles) {
   constexpr int64_t kMinTilesOneCta = 64;  // per sequence
   constexpr int64_t kMinTilesTwoCtas = 32;

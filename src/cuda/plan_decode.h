@@ -40,8 +40,9 @@ bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks,
 // CTAs per SM beyond which more CTAs do not read faster.
 int64_t ctas_to_saturate(const Plan& plan);
 
-// Size of the cluster that reads each tile, if that is faster than chunks and than a combine
-// kernel; otherwise 0.
+// Plan::max_cluster_size: the largest number of splits per tile, combined in a cluster, if clusters
+// are faster than chunks and than a combine kernel; otherwise 0. The plan then has that many splits
+// or fewer, so that all have the same number of key tiles (choose_tma_splits).
 int32_t choose_max_cluster_size(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
 // Whether one CTA per SM is as fast as two, and how many warps of a CTA share the keys of its tile.

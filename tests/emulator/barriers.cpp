@@ -259,17 +259,17 @@ std::string NamedBarriers::describe(int barrier) const {
 
 void Registers::start(int threads) {
   constexpr int kStep = 8;
-  constexpr int kMost = 255;
-  const int count = std::min(kPerSm / threads, kMost) / kStep * kStep;
+  constexpr int kMaxPerThread = 255;
+  const int count = std::min(kPerSm / threads, kMaxPerThread) / kStep * kStep;
   per_warp_.assign(static_cast<size_t>(threads / kLanes), count);
   waiting_.clear();
   free_ = 0;
 }
 
 void Registers::check(int count, const char* what) const {
-  constexpr int kLeast = 24;
-  constexpr int kMost = 256;
-  if (count < kLeast || count > kMost || count % 8 != 0) {
+  constexpr int kMinCount = 24;
+  constexpr int kMaxCount = 256;
+  if (count < kMinCount || count > kMaxCount || count % 8 != 0) {
     fault(text("%s to %d registers: it must be 24 to 256 in steps of 8", what, count));
   }
 }

@@ -79,7 +79,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster_size;
   static_assert(kKeys == 128 && kCluster == 1);
-  // The general form waits for S and dP together, so dP is never in flight alone.
+  // Whether dq is sent when the next S and dP have been issued. The general form does so instead of
+  // sending it while P is computed: its loop for all options computes P and dS together.
   static constexpr bool kSendsUnderScores = kTile.send == arch::SendDq::under_scores ||
                                             (C::kGeneral && kTile.send == arch::SendDq::under_dp);
   static constexpr int kStages = 2;

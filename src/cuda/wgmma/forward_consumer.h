@@ -112,8 +112,8 @@ class ForwardConsumer {
     tiles_.last = uniform(mine.last);
     tiles_.full_begin = uniform(mine.full_begin);
     tiles_.full_end = uniform(mine.full_end);
-    // Steps without a mask keep m, so scores should not rise. The loop goes to the left, and ALiBi
-    // lowers scores in that direction only left of the diagonal.
+    // Steps without a mask keep m, so scores should not rise from one to the next. The loop goes
+    // from right to left, where ALiBi lowers scores only from the diagonal on.
     if constexpr (kOption == Option::alibi) {
       tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
     }
@@ -122,7 +122,7 @@ class ForwardConsumer {
     return stage;
   }
 
-  // Key tiles below the result lie left of the diagonal of all rows of the warpgroup.
+  // Key tiles below the result have no key right of the diagonal of any row of the warpgroup.
   TILEWISE_DEVICE static int32_t left_end(const WorkTile& work_tile) {
     const int32_t row0 = work_tile.rows.row(64 * (thread() / ptx::kWarpgroupSize));
     const int64_t diagonal = work_tile.rows.first + row0 + work_tile.sequence.band.shift();

@@ -1,5 +1,5 @@
-// Recomputes rows contaminated by NaN in keys they do not attend to (decision 008), and rows whose
-// weights have overflowed (forward_softmax.h).
+// Recomputes rows contaminated by NaN in keys they do not attend to (docs/decisions/013), and rows
+// whose weights have overflowed (forward_softmax.h).
 //
 // A masked key of an edge tile has weight 0, and in a tensor core 0 times a NaN in its value is
 // NaN, so a contaminated row is not finite. When all work tiles are done, a warp recomputes such
