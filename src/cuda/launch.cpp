@@ -37,7 +37,7 @@ uint64_t next_launch_id() {
 }
 
 bool prepare(common::PrepareParams& params, Stream stream) {
-  const int64_t blocks = common::finish(params);
+  const int64_t blocks = common::set_grid(params);
   launch(common::prepare_kernel(), blocks, stream, params);
   return blocks > 0;
 }

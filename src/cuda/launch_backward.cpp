@@ -45,11 +45,12 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
     prepared.order = {regions.table.in<TileOrder::Entry>(workspace),
                       common::OrderTask::Counts::keys, plan.tile_k, 1};
   }
-  common::fit(prepared, common::FitTask::backward(p, regions.fit.in<int32_t>(workspace)),
-              has_uniform_sequences(p) ? nullptr : index_record(p.device_index));
+  common::set_index_copies(
+      prepared, common::IndexCopies::backward(p, regions.index_copies.in<int32_t>(workspace)),
+      has_uniform_sequences(p) ? nullptr : index_record(p.device_index));
   prepared.fills[0] = {regions.dq_semaphores.in<void>(workspace), regions.dq_semaphores.bytes};
   prepare(prepared, p.stream);
-  return prepared.fitted;
+  return prepared.checked_problem;
 }
 
 // Launches a kernel for tile descriptors and row statistics, and one for dK, dV and the dQ sums.

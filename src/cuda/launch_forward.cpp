@@ -97,13 +97,15 @@ void forward(const Problem& p, const Plan& plan, void* workspace) {
                       common::OrderTask::Counts::rows, plan.tile_q, plan.pack};
   }
   IndexRecord* const record = has_uniform_sequences(p) ? nullptr : index_record(p.device_index);
-  common::fit(prepared, common::FitTask::forward(p, regions.fit.in<int32_t>(workspace)), record);
+  common::set_index_copies(
+      prepared, common::IndexCopies::forward(p, regions.index_copies.in<int32_t>(workspace)),
+      record);
   prepared.fills[0] = {regions.tile_counter.in<void>(workspace), regions.tile_counter.bytes};
   // After a prepare kernel the main kernel starts in order: beside the CTAs of the former, those of
   // a decode would spread unevenly over the SMs (choose_pdl_trigger).
   const Start start = prepare(prepared, p.stream) ? Start::in_order : Start::dependent;
 
-  ForwardParams params = main_params(prepared.fitted, plan, regions, workspace);
+  ForwardParams params = main_params(prepared.checked_problem, plan, regions, workspace);
   params.index_record = record;
   const FormKernels& kernels = plan.kernel_set->form(plan.form);
   if (plan.family == Family::wgmma)

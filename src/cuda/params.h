@@ -74,8 +74,8 @@ struct PaddedRows {
 // `data` is null if no key is masked inside a tile, and for kernels that recompute such rows
 // themselves (the wgmma forward).
 struct Flags {
-  uint8_t* data =
-      nullptr;           // one per CTA of the main kernel; with chunks, [tiles] come before these
+  // One per CTA of the main kernel; with chunks, one per tile comes before these.
+  uint8_t* data = nullptr;
   int32_t per_tile = 1;  // flags per tile of the recompute: the splits of the main kernel
   int32_t tiles = 0;     // of the recompute, divided among its CTAs (simt/recompute_tiles.h)
 

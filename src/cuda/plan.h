@@ -54,7 +54,7 @@ struct Region {
 
 struct ForwardWorkspace {
   Region report;          // result of the index check
-  Region fit;             // common::FitTask
+  Region index_copies;    // common::IndexCopies
   Region table;           // TileOrder::table
   Region tile_counter;    // wgmma: TmaForwardParams::tile_counter
   Region recompute_list;  // wgmma: TmaForwardParams::recompute_list
@@ -74,7 +74,7 @@ int64_t packed_rows(const Problem& p, const Plan& plan);
 
 struct BackwardWorkspace {
   Region report;
-  Region fit;
+  Region index_copies;
   Region table;
   Region key_flags;
   Region row_flags;

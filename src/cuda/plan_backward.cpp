@@ -20,13 +20,13 @@ constexpr int64_t kMinHeadGroup = 16;
 // times; 4 heads are no better.
 constexpr int64_t kMaxWgmmaHeadGroup = 8;
 
-// TileOrder::longest_first, by the rows that attend to a key tile: the first tiles are longest with
+// TileOrder::longest_tile, by the rows that attend to a key tile: the first tiles are longest with
 // a causal mask, the last ones with a left window alone. In semaphore order (deterministic) a key
 // tile waits for the one before it, which therefore has to start first.
-int32_t longest_first(const Problem& p) {
-  if (p.window_right >= 0 && p.window_left < 0) return 2;
+LongestTile longest_tile(const Problem& p) {
+  if (p.window_right >= 0 && p.window_left < 0) return LongestTile::first;
   const bool last = p.window_left >= 0 && p.window_right < 0;
-  return last && p.deterministic == 0 ? 1 : 0;
+  return last && p.deterministic == 0 ? LongestTile::last : LongestTile::none;
 }
 
 // Number of heads to interleave, whose Q, dO and dQ sums fit in L2 together.
@@ -52,7 +52,7 @@ int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
 void order_for_semaphores(const Problem& p, const Plan& plan, const Gpu& gpu, TileOrder& order) {
   const bool by_columns = !plan.kernel_set->persistent_backward;
   if (by_columns && p.window_right >= 0) return;
-  order.longest_first = p.window_right >= 0 ? 1 : 2;
+  order.longest_tile = p.window_right >= 0 ? LongestTile::last : LongestTile::first;
   const int64_t resident_clusters = gpu.sm_count / plan.kernel_set->backward_tile.cluster_size;
   order.interleave_heads(ceil_div(resident_clusters, max<int64_t>(1, order.tiles)));
 }
@@ -62,8 +62,8 @@ TileOrder choose_order(const Problem& p, const Plan& plan, const Gpu& gpu) {
   order.tiles = static_cast<int32_t>(ceil_div(max_keys(p), plan.tile_k));
   order.heads = static_cast<int32_t>(p.heads_kv);
   order.sequences = static_cast<int32_t>(p.batch);
-  order.longest_first = longest_first(p);
-  if (order.longest_first != 0) order.interleave_heads(heads_in_l2(p, plan, gpu));
+  order.longest_tile = longest_tile(p);
+  if (order.longest_tile != LongestTile::none) order.interleave_heads(heads_in_l2(p, plan, gpu));
   if (p.deterministic != 0 && plan.family == Family::wgmma)
     order_for_semaphores(p, plan, gpu, order);
   return order;
@@ -118,7 +118,7 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
   const int64_t row_tiles = row_blocks(p, plan);
   const int64_t rows = row_tiles * plan.tile_q;
   if (p.check != 0) regions.report = workspace.take<IndexFault>(1);
-  regions.fit = workspace.take<int32_t>(common::FitTask::entries_of_backward(p));
+  regions.index_copies = workspace.take<int32_t>(common::IndexCopies::entries_of_backward(p));
   if (is_varlen_k(p)) regions.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.nan_recompute != nullptr) {
     regions.key_flags = workspace.take<uint8_t>(plan.blocks);

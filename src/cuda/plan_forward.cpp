@@ -32,11 +32,11 @@ int32_t choose_pack(const Problem& p, int64_t tile) {
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }
 
-// TileOrder::longest_first: the last tiles are longest with a causal mask, the first ones with a
+// TileOrder::longest_tile: the last tiles are longest with a causal mask, the first ones with a
 // left window alone.
-int32_t longest_first(const Problem& p) {
-  if (p.window_right >= 0 && p.window_left < 0) return 1;
-  return p.window_left >= 0 && p.window_right < 0 ? 2 : 0;
+LongestTile longest_tile(const Problem& p) {
+  if (p.window_right >= 0 && p.window_left < 0) return LongestTile::last;
+  return p.window_left >= 0 && p.window_right < 0 ? LongestTile::first : LongestTile::none;
 }
 
 TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t pack) {
@@ -44,11 +44,12 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   order.tiles = static_cast<int32_t>(ceil_div(max_rows(p) * pack, tile));
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
-  order.longest_first = order.tiles > 1 ? longest_first(p) : 0;
+  order.longest_tile = order.tiles > 1 ? longest_tile(p) : LongestTile::none;
   const int64_t keys_and_values = typical_keys(p) * (p.head_dim + p.head_dim_v) * key_bytes(p);
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
   const int64_t head_group = heads_within_budget(keys_and_values, budget) * group_size(p) / pack;
-  if (order.longest_first != 0) order.interleave_heads(max(head_group, kMinHeadGroup));
+  if (order.longest_tile != LongestTile::none)
+    order.interleave_heads(max(head_group, kMinHeadGroup));
   return order;
 }
 
@@ -251,7 +252,7 @@ int64_t largest_grid(const Problem& p, const Plan& plan) {
 // Whether CTAs take pairs of tiles wave by wave: causal masks whose tile lengths follow from the
 // shape.
 bool uses_paired_waves(const Problem& p, const Plan& plan) {
-  return plan.family == Family::wgmma && plan.order.longest_first != 0 &&
+  return plan.family == Family::wgmma && plan.order.longest_tile != LongestTile::none &&
          has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
          plan.splits == 1;
 }
@@ -361,7 +362,7 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   Workspace workspace;
   ForwardWorkspace regions;
   if (p.check != 0) regions.report = workspace.take<IndexFault>(1);
-  regions.fit = workspace.take<int32_t>(common::FitTask::entries_of_forward(p));
+  regions.index_copies = workspace.take<int32_t>(common::IndexCopies::entries_of_forward(p));
   if (is_varlen_q(p) && plan.order.tiles > 1)
     regions.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.dynamic_scheduling) regions.tile_counter = workspace.take<int32_t>(4);

@@ -44,7 +44,7 @@ inline int64_t typical_keys(const Problem& p) {
   return ceil_div(p.seqlen_k, p.batch);
 }
 
-// Upper bound of the typical keys that a tile of rows attends to.
+// Upper bound of the keys that a tile of rows attends to in a typical sequence.
 inline int64_t max_keys_per_tile(const Problem& p, int64_t rows) {
   const int64_t keys = typical_keys(p);
   if (p.window_left < 0 || p.window_right < 0) return keys;

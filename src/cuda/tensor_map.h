@@ -25,8 +25,8 @@ struct TensorMapShape {
   int64_t stride_head = 0;
   int64_t stride_batch = 0;
   int32_t element_bytes = 2;
-  int32_t dtype =
-      0;  // if 16 bits: TILEWISE_FLOAT16 or TILEWISE_BFLOAT16, in which TMA reductions add
+  // With 2 bytes: TILEWISE_FLOAT16 or TILEWISE_BFLOAT16, the type in which TMA reductions add.
+  int32_t dtype = 0;
   int32_t box_rows = 0;
 };
 

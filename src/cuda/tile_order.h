@@ -7,6 +7,9 @@
 
 namespace tilewise::cuda {
 
+// Which tile of a sequence has the most work and starts first; none: all have about the same.
+enum class LongestTile : int32_t { none, last, first };
+
 // The order of the work tiles. Forward tiles are packed query rows of query heads (of key/value
 // heads when the GQA group is packed into the tile); backward tiles are keys of key/value heads.
 //
@@ -31,7 +34,7 @@ struct TileOrder {
   Divisor splits = 1;           // of a tile; they are neighbours in the grid
   Divisor head_group = 1;       // batch heads whose tiles are interleaved; not a GQA group
   Divisor last_head_group = 1;  // batch heads of the last group
-  int32_t longest_first = 0;    // 0: tiles are equally long; 1: the last is longest; 2: the first
+  LongestTile longest_tile = LongestTile::none;
   // The first `paired_tiles` tiles of the order are taken in pairs. The tiles of a head follow each
   // other as last, first, last but one, second, ..., reversed for every other head, so that all
   // pairs are equally long if tile lengths grow linearly.
@@ -91,7 +94,7 @@ struct TileOrder {
 
  private:
   TILEWISE_FN int32_t tile_at_position(int32_t tile, int32_t count) const {
-    return longest_first == 1 ? count - 1 - tile : tile;
+    return longest_tile == LongestTile::last ? count - 1 - tile : tile;
   }
   TILEWISE_FN static int32_t paired_tile_at_position(int32_t tile, int32_t count,
                                                      int32_t batch_head) {
@@ -127,7 +130,8 @@ struct TileOrder {
     }
     const int32_t count = table[low + 1].first - table[low].first;
     const int32_t position = index - table[low].first * heads;
-    if (longest_first == 0) return {position % count, position / count, table[low].sequence, 0};
+    if (longest_tile == LongestTile::none)
+      return {position % count, position / count, table[low].sequence, 0};
     return {tile_at_position(heads.quotient(position), count), heads.remainder(position),
             table[low].sequence, 0};
   }

@@ -168,7 +168,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesStartInSemaphoreOrder) {
       p.deterministic = 1;
       const Gradients g = gradients(p);
       const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
-      const bool down = plan.order.longest_first == 1;
+      const bool down = plan.order.longest_tile == cuda::LongestTile::last;
       std::vector<int> last(static_cast<size_t>(2 * 5), down ? int32_t{plan.order.tiles} : -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
         const cuda::TileOrder::WorkTile w = plan.order.at(block);

@@ -14,7 +14,7 @@ using cuda_test::Call;
 using tilewise::cuda::TileOrder;
 
 void run(common::PrepareParams& params) {
-  const int64_t blocks = common::finish(params);
+  const int64_t blocks = common::set_grid(params);
   tilewise::cuda::launch(common::prepare_kernel(), blocks, nullptr, params);
 }
 
@@ -228,8 +228,8 @@ TEST(CommonPrepare, LaunchesNothingWithoutWork) {
   params.problem.seqlen_q = params.problem.seqlen_k = 100;
   common::PrepareParams forward = common::prepare_forward(params.problem);
   common::PrepareParams backward = common::prepare_backward(params.problem, {});
-  EXPECT_EQ(common::finish(forward), 0);
-  EXPECT_EQ(common::finish(backward), 0);
+  EXPECT_EQ(common::set_grid(forward), 0);
+  EXPECT_EQ(common::set_grid(backward), 0);
 }
 
 }  // namespace

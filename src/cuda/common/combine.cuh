@@ -50,8 +50,8 @@ struct CombinedRow {
     p.lse[at] = lse;
     if (p.lse_low != nullptr) p.lse_low[at] = 0.0f;
   }
-  // Computes a row again whose splits must not be combined (combine_is_inexact), unless a split
-  // says that it is NaN. Called by whole warps.
+  // Computes a row again whose splits must not be combined (combine_is_inexact). Returns false if
+  // the lse of a split is NaN without being the marker: then the row is NaN. Called by whole warps.
   template <class T>
   TILEWISE_COLD bool recompute(const ForwardParams& params) const {
     bool is_nan = false;
@@ -102,8 +102,8 @@ struct SplitRow : CombinedRow {
 struct ChunkRow : CombinedRow {
   int32_t tile;
 
-  TILEWISE_DEVICE ChunkRow(const ForwardParams& params, int64_t of) {
-    const auto index = static_cast<int32_t>(of);
+  TILEWISE_DEVICE ChunkRow(const ForwardParams& params, int64_t row_index) {
+    const auto index = static_cast<int32_t>(row_index);
     tile = params.packed_rows.quotient(index);
     const int32_t r = params.packed_rows.remainder(index);
     const Divisor& heads = params.order.heads;
@@ -134,8 +134,8 @@ struct ChunkRow : CombinedRow {
 
 // A row of Stream-K shares. Index: tile of the tail, row of the tile.
 struct StreamKRow : CombinedRow {
-  TILEWISE_DEVICE StreamKRow(const ForwardParams& params, int64_t of) {
-    const auto index = static_cast<int32_t>(of);
+  TILEWISE_DEVICE StreamKRow(const ForwardParams& params, int64_t row_index) {
+    const auto index = static_cast<int32_t>(row_index);
     const int32_t tail_tile = index / params.row_tile;
     const int32_t r = index - tail_tile * params.row_tile;
     const TileOrder::WorkTile at = params.order.at(params.stream_k.first + tail_tile);
@@ -164,12 +164,12 @@ struct Combine {
   const int32_t groups;
   CombineWeights weights;
 
-  TILEWISE_DEVICE explicit Combine(const ForwardParams& of)
-      : params(of),
-        p(of.problem),
-        row(of, ptx::block_index()),
+  TILEWISE_DEVICE explicit Combine(const ForwardParams& all)
+      : params(all),
+        p(all.problem),
+        row(all, ptx::block_index()),
         splits(row.splits),
-        groups(combine_groups(of)) {}
+        groups(combine_groups(all)) {}
 
   // lse of split begin + lane.
   TILEWISE_DEVICE float lse_of(int32_t begin) const {

@@ -32,6 +32,11 @@ struct RowResults {
   }
 };
 
+// The magnitude of the scale, but never 0, so that -inf times the result stays -inf.
+TILEWISE_DEVICE float positive_scale(float scale) {
+  return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
+}
+
 // Above these |m| the rounding of an exponent to fp32 matters, and a row needs_recompute.
 inline constexpr float kMaxExponentWithBias = 0x1p24f;
 inline constexpr float kMaxExponent = 0x1p12f;

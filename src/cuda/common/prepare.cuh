@@ -1,9 +1,10 @@
 // The kernel that runs before the main kernels: see prepare.h.
 //
-// Grid: finish(params) CTAs of kPrepareThreads threads. CTA 0, if has_first_block(params), checks
-// and copies index arrays (Fit) and sorts the sequences (Order). The other CTAs write what no main
-// kernel writes (Clear): 0 into unused rows of out, dq, dk and dv, -inf into their lse, NaN where
-// index entries are invalid, and zeros into the workspace. The kernel reads index arrays only.
+// Grid: set_grid(params) CTAs of kPrepareThreads threads. CTA 0, if has_first_block(params), checks
+// and copies index arrays (CopyIndices) and sorts the sequences (Order). The other CTAs write what
+// no main kernel writes (Clear): 0 into unused rows of out, dq, dk and dv, -inf into their lse, NaN
+// where index entries are invalid, and zeros into the workspace. The kernel reads index arrays
+// only.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -165,15 +166,15 @@ struct RowFill {
   }
 };
 
-// The first task of CTA 0: writes the copies of the arrays (FitTask). In a backward it also writes
-// NaN into the gradients of sequences that have no rows and keys in the copies.
-struct Fit {
+// The first task of CTA 0: writes the copies of the arrays (IndexCopies). In a backward it also
+// writes NaN into the gradients of sequences that have no rows and keys in the copies.
+struct CopyIndices {
   const PrepareParams& params;
   const Problem& p;
   const Check check;
 
-  TILEWISE_DEVICE Fit(const PrepareParams& of, SharedWords scratch)
-      : params(of), p(of.problem), check{of.problem, of.gradients, scratch} {}
+  TILEWISE_DEVICE CopyIndices(const PrepareParams& all, SharedWords scratch)
+      : params(all), p(all.problem), check{all.problem, all.gradients, scratch} {}
 
   TILEWISE_DEVICE void copy(int32_t* to, const int32_t* from, bool fits) const {
     if (to == nullptr) return;
@@ -210,25 +211,25 @@ struct Fit {
   }
 
   TILEWISE_DEVICE void run() const {
-    const bool of_backward = params.fit.of_backward();
-    const bool with_keys = params.fit.cu_seqlens_k != nullptr;
-    const uint32_t unfit =
+    const bool of_backward = params.index_copies.of_backward();
+    const bool with_keys = params.index_copies.cu_seqlens_k != nullptr;
+    const uint32_t invalid =
         check.first(p.batch, [&](int64_t b) { return !check.has_valid_layout(b, with_keys); });
-    const bool valid_layout = unfit == Check::kNone;
+    const bool valid_layout = invalid == Check::kNone;
     if (!valid_layout && ptx::thread_index() == 0) {
-      const IndexFault fault = query_fault(p, unfit);
-      report(params.index_record, fault.any() ? fault : key_fault(p, unfit));
+      const IndexFault fault = query_fault(p, invalid);
+      report(params.index_record, fault.any() ? fault : key_fault(p, invalid));
     }
-    copy(params.fit.cu_seqlens_q, p.cu_seqlens_q, valid_layout);
-    copy(params.fit.cu_seqlens_k, p.cu_seqlens_k, valid_layout);
+    copy(params.index_copies.cu_seqlens_q, p.cu_seqlens_q, valid_layout);
+    copy(params.index_copies.cu_seqlens_k, p.cu_seqlens_k, valid_layout);
     for (int64_t b = ptx::warp_index(); of_backward && b < p.batch; b += kPrepareWarps) {
       const bool good = valid_layout && fits(b);
       if (valid_layout && !good) fill_with_nan(b);
       if (ptx::lane_index() != 0) continue;
       const SequenceKeys keys = sequence_keys(p, b);
       const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
-      params.fit.seqused_q[b] = good ? static_cast<int32_t>(used_rows(p, b).value) : 0;
-      params.fit.seqused_k[b] = good ? static_cast<int32_t>(padding + keys.count) : 0;
+      params.index_copies.seqused_q[b] = good ? static_cast<int32_t>(used_rows(p, b).value) : 0;
+      params.index_copies.seqused_k[b] = good ? static_cast<int32_t>(padding + keys.count) : 0;
     }
     ptx::sync_block();
   }
@@ -247,22 +248,23 @@ struct Clear {
   // All threads of the CTA call it. cu_seqlens_k are checked only in a backward, which clears keys.
   TILEWISE_DEVICE static Clear of(const PrepareParams& params, int64_t block, const Check& check) {
     const Problem& p = params.problem;
-    const bool with_keys = params.fit.cu_seqlens_k != nullptr;
-    constexpr uint32_t kInPlace = 1u << 31;  // the layout of the sequence is valid, an entry is not
+    const bool with_keys = params.index_copies.cu_seqlens_k != nullptr;
+    // Set for a sequence with a valid layout that has another invalid entry.
+    constexpr uint32_t kEntryFault = 1u << 31;
     uint32_t mine = Check::kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch; b += kPrepareThreads) {
       const auto at = static_cast<uint32_t>(b);
       if (!check.has_valid_layout(b, with_keys))
         mine = min(mine, at);
       else if (!fits(params, b))
-        mine = min(mine, at | kInPlace);
+        mine = min(mine, at | kEntryFault);
     }
     const uint32_t found = check.lowest(mine);
     const bool all_fit = found == Check::kNone;
-    const bool valid_layout = found >= kInPlace;
+    const bool valid_layout = found >= kEntryFault;
     // No other kernel reports a sequence without rows in use.
     if (valid_layout && !all_fit && ptx::thread_index() == 0) {
-      const Sequence s = sequence_of(p, found - kInPlace);
+      const Sequence s = sequence_of(p, found - kEntryFault);
       if (!s.fits) report_sequence(params.index_record, p, s, {});
     }
     return {params, block * kPrepareWarps + ptx::warp_index(),
@@ -278,8 +280,8 @@ struct Clear {
   // Calls clear(location, with_nan) for those of the rows [first, count) that are not in use. A
   // warp tests 32 rows at a time.
   template <class Locate, class Body>
-  TILEWISE_DEVICE void unused(int64_t first, int64_t count, const Locate& locate,
-                              const Body& clear) const {
+  TILEWISE_DEVICE void each_unused(int64_t first, int64_t count, const Locate& locate,
+                                   const Body& clear) const {
     if (!valid_layout || !all_fit) first = 0;
     for (int64_t at = first + warp * ptx::kWarpSize; at < count; at += warps * ptx::kWarpSize) {
       const int64_t mine = at + ptx::lane_index();
@@ -305,7 +307,7 @@ struct Clear {
       else if (p.batch > 0)
         first = p.cu_seqlens_q[p.batch];
     }
-    unused(
+    each_unused(
         first, total_rows(p), [&](int64_t i) { return locate_row(p, i); },
         [&](const RowLocation& location, bool with_nan) {
           RowFill{p.dtype, with_nan}.fill(params.rows, location);
@@ -331,7 +333,7 @@ struct Clear {
       else if (p.batch > 0)
         first = p.cu_seqlens_k[p.batch];
     }
-    unused(
+    each_unused(
         first, gradient_keys(p), [&](int64_t i) { return locate_key(p, i); },
         [&](const RowLocation& location, bool with_nan) {
           RowFill{p.dtype, with_nan}.fill(dk, location);
@@ -365,9 +367,9 @@ TILEWISE_KERNEL(kPrepareThreads, 1) void prepare(TILEWISE_PARAMETER PrepareParam
   int64_t block = ptx::block_index();
   if (has_first_block(params)) {
     if (block == 0) {
-      if (params.fit.any()) Fit(params, scratch).run();
+      if (params.index_copies.any()) CopyIndices(params, scratch).run();
       if (params.order.table == nullptr) return;
-      const Problem& p = params.fit.any() ? params.fitted : params.problem;
+      const Problem& p = params.index_copies.any() ? params.checked_problem : params.problem;
       const Order order{p, params.order, shared_words(0), scratch};
       order.run();
       return;

@@ -29,7 +29,7 @@ struct OrderTask {
 // If a cu_seqlens decreases or exceeds its tensor, nothing is known about any sequence, and its
 // copy is all 0. In a backward a sequence with any other invalid entry gets no rows and no keys in
 // the copies, and its gradients become NaN here.
-struct FitTask {
+struct IndexCopies {
   int32_t* cu_seqlens_q = nullptr;  // [batch + 1]
   int32_t* cu_seqlens_k = nullptr;
   int32_t* seqused_q = nullptr;  // [batch]
@@ -52,13 +52,13 @@ struct FitTask {
     const int64_t layouts = (p.cu_seqlens_q != nullptr ? 1 : 0) + (copies_key_layout(p) ? 1 : 0);
     return layouts * (p.batch + 1) + 2 * p.batch;
   }
-  static FitTask forward(const Problem& p, int32_t* memory) {
-    FitTask task;
+  static IndexCopies forward(const Problem& p, int32_t* memory) {
+    IndexCopies task;
     if (p.cu_seqlens_q != nullptr) task.cu_seqlens_q = memory;
     return task;
   }
-  static FitTask backward(const Problem& p, int32_t* memory) {
-    FitTask task;
+  static IndexCopies backward(const Problem& p, int32_t* memory) {
+    IndexCopies task;
     if (has_uniform_sequences(p)) return task;
     const auto take = [&](int64_t count) {
       int32_t* const taken = memory;
@@ -97,16 +97,16 @@ struct FillTask {
 
 struct PrepareParams {
   Problem problem{};
-  Problem fitted{};       // `problem` with the copies of `fit`
-  Gradients gradients{};  // backward: the extents of dbias
-  FitTask fit;
+  Problem checked_problem{};  // `problem` with `index_copies` in place of the arrays
+  Gradients gradients{};      // backward: the extents of dbias
+  IndexCopies index_copies;
   IndexRecord* index_record = nullptr;
   OrderTask order;
   ClearTask rows;        // out or dq
   float* lse = nullptr;  // becomes -inf in rows that are not in use; strides of the problem's lse
   ClearTask keys[2];     // dk, dv
   FillTask fills[4];
-  int32_t clear_blocks = 0;  // set by `finish`
+  int32_t clear_blocks = 0;  // set by `set_grid`
 };
 
 // Whether q may have rows that no sequence uses; only the GPU knows whether it has.
@@ -152,20 +152,21 @@ inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
   return params;
 }
 
-// Whether CTA 0 has its own tasks, `fit` and `order`, instead of clearing.
+// Whether CTA 0 has its own tasks, `index_copies` and `order`, instead of clearing.
 TILEWISE_FN bool has_first_block(const PrepareParams& params) {
-  return params.order.table != nullptr || params.fit.any();
+  return params.order.table != nullptr || params.index_copies.any();
 }
 
-// Sets the copies of index arrays. Call it after `prepare_forward` or `prepare_backward`.
-inline void fit(PrepareParams& params, const FitTask& task, IndexRecord* record) {
-  params.fit = task;
-  params.fitted = task.applied(params.problem);
+// Adds the copies of index arrays. Call it after `prepare_forward` or `prepare_backward`.
+inline void set_index_copies(PrepareParams& params, const IndexCopies& task, IndexRecord* record) {
+  params.index_copies = task;
+  params.checked_problem = task.applied(params.problem);
   params.index_record = record;
 }
 
-// CTAs of the launch; 0: there is nothing to do. Call it last.
-inline int64_t finish(PrepareParams& params) {
+// Sets clear_blocks and returns the number of CTAs of the launch; 0: there is nothing to do. Call
+// it last.
+inline int64_t set_grid(PrepareParams& params) {
   constexpr int64_t kMaxBlocks = 512;
   const Problem& p = params.problem;
   int64_t warps = 0;

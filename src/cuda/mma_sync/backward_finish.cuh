@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/mma_sync/backward_prepare.cuh"
+#include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/tile/fragment.h"
 
@@ -57,8 +58,8 @@ class DqSubtile {
     }
   }
 
-  // Returns NaN when one of the sums is not finite, else `zero`. Unused rows and columns past the
-  // last count as well: a needless flag only costs time.
+  // Returns NaN when one of the sums is not finite, else `zero`. This includes unused rows and
+  // columns past the last one: a needless flag only costs time.
   TILEWISE_DEVICE float nan_if_nonfinite(float zero) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -187,7 +188,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const auto columns = static_cast<int>(problem.head_dim);
   const float scale = score_of(problem).scale;
   const tilewise_tensor& view = p.gradients.dq;
-  const bool aligned = !C::kGeneral || rows_aligned(view, columns, Plan::kBytes);
+  const bool aligned = !C::kGeneral || rows_are_aligned<typename C::Element>(view, columns);
   const Storage* q = static_cast<const Storage*>(problem.q.data) +
                      block.head * problem.q.stride_head + s.row_offset(problem.q, block.row0);
   auto* dq = static_cast<Storage*>(view.data);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
+#include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/tile/copy.h"
 #include "cuda/tile/operands.h"
@@ -97,7 +98,7 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
   constexpr int kPerChunk = 16 / Plan::kBytes;
   if (view.data == nullptr) return;
   const Lanes lanes(ptx::thread_index());
-  const bool aligned = !C::kGeneral || rows_aligned(view, columns, Plan::kBytes);
+  const bool aligned = !C::kGeneral || rows_are_aligned<typename C::Element>(view, columns);
 #pragma unroll 4
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     const int64_t key = keys.begin + lanes.row_of(pass);

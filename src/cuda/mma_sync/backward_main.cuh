@@ -197,8 +197,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
 
   if (ptx::thread_index() == 0) {
-    KeyTile<C>::store(shared, work_tile, band, row_tiles, head_tiles, p.order.longest_first == 1,
-                      *p.far_rows == p.launch_id);
+    KeyTile<C>::store(shared, work_tile, band, row_tiles, head_tiles,
+                      p.order.longest_tile == LongestTile::last, *p.far_rows == p.launch_id);
   }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work_tile.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work_tile.head, keys, problem.head_dim_v);

@@ -108,11 +108,4 @@ TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
   return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
 }
 
-// Whether all rows of a tensor start at multiples of 16 bytes.
-TILEWISE_FN bool rows_aligned(const tilewise_tensor& view, int64_t columns, int bytes) {
-  const auto strides = view.stride_batch | view.stride_row | view.stride_head | columns;
-  return (reinterpret_cast<uintptr_t>(view.data) | static_cast<uintptr_t>(strides * bytes)) % 16 ==
-         0;
-}
-
 }  // namespace tilewise::cuda::mma_sync

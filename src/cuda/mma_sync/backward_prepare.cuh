@@ -9,6 +9,7 @@
 #include "attention/online_softmax.h"
 #include "cuda/common/far_rows.h"
 #include "cuda/mma_sync/backward_plan.h"
+#include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
@@ -128,8 +129,8 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const Sequence s = sequence_of(problem, block.batch);
   const auto rows = static_cast<int32_t>(s.band.rows);
   const int columns = static_cast<int>(problem.head_dim_v);
-  const bool aligned = rows_aligned(problem.out, columns, C::Element::kBytes) &&
-                       rows_aligned(p.gradients.dout, columns, C::Element::kBytes);
+  const bool aligned = rows_are_aligned<typename C::Element>(problem.out, columns) &&
+                       rows_are_aligned<typename C::Element>(p.gradients.dout, columns);
   const int lane = thread % Lanes::kLanes;
   const int first = block.row0 + thread / Lanes::kLanes;
   const Storage* out = static_cast<const Storage*>(problem.out.data) +

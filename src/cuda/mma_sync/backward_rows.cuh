@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
+#include "cuda/mma_sync/row_alignment.h"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
@@ -67,7 +68,7 @@ class RowPointer {
               lanes.chunk * 16),
         bytes_(static_cast<int32_t>(columns) * Plan::kBytes - lanes.chunk * 16) {
     exists_ = bytes_ > 0;
-    if constexpr (C::kGeneral) aligned_ = rows_aligned(view, columns, Plan::kBytes);
+    if constexpr (C::kGeneral) aligned_ = rows_are_aligned<typename C::Element>(view, columns);
   }
 
   // Copies a tile and moves on to the next one. `rows` rows from this thread's first row on are
@@ -180,7 +181,7 @@ TILEWISE_DEVICE void copy_keys(ptx::SharedAddress to, const tilewise_tensor& vie
   using Lanes = tile::CopyLanes<Plan::kThreads, Plan::kKeys, Plan::kRowBytes>;
   using Storage = typename C::Element::Storage;
   const Lanes lanes(ptx::thread_index());
-  const bool aligned = !C::kGeneral || rows_aligned(view, columns, Plan::kBytes);
+  const bool aligned = !C::kGeneral || rows_are_aligned<typename C::Element>(view, columns);
 #pragma unroll 4
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     if (!lanes.has(pass)) break;

@@ -25,7 +25,6 @@
 // (forward_chunk_combine.h) or by the combine kernel.
 #pragma once
 
-#include <cfloat>
 #include <numeric>
 #include <type_traits>
 
@@ -320,16 +319,11 @@ TILEWISE_DEVICE BlockFactors factors_of(const ForwardParams& p, const QueryTile&
   }
 }
 
-// The magnitude of the scale, but never 0, so that -inf times the result stays -inf.
-TILEWISE_DEVICE float positive(float scale) {
-  return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
-}
-
 // The factor from a score of the softmax to natural units. It is computed where it is used; it
 // would otherwise occupy a register throughout the loop.
 template <class C>
 TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_tile) {
-  const float scale = positive(factors_of<C>(p, q_tile).of_scores);
+  const float scale = positive_scale(factors_of<C>(p, q_tile).of_scores);
   if constexpr (C::kGeneral)
     return ForwardScoreMod<typename C::Storage>(p.problem, scale).unit(p.problem);
   return scale;
@@ -378,7 +372,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
   if (row_thread<C>() == 0) saved = q_tile;
   const auto [signed_scale, value_factor] = factors_of<C>(p, q_tile);
-  const float scale = positive(signed_scale);
+  const float scale = positive_scale(signed_scale);
   const ForwardScoreMod<typename C::Storage> general(problem, scale);
   const bool dropout = C::kGeneral && general.dropout.on();
   pipeline.wait_for_queries();
@@ -452,7 +446,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kFloat8) tile::pair_columns(o);
   const LanePosition position = lane_position<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
-  // The fast forms of decoding cannot afford the test for scores beyond the exponents of fp32.
+  // The fast forms of decoding cannot afford to test for large scores (needs_recompute).
   constexpr bool kExactRows = !C::kWarpPipeline;
   auto result =
       finish_rows<typename C::Element, kExactRows>(p, saved, position, softmax.m, softmax.l, weight,

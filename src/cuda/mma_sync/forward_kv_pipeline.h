@@ -9,18 +9,11 @@
 
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
+#include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/tile/copy.h"
 
 namespace tilewise::cuda::mma_sync {
-
-// Whether rows of a tensor start and end at multiples of 16 bytes.
-template <class Element>
-TILEWISE_DEVICE bool rows_are_aligned(const tilewise_tensor& view, int64_t columns) {
-  const int64_t elements = view.stride_batch | view.stride_row | view.stride_head | columns;
-  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
-  return ((elements * Element::kBytes | address) & 15) == 0;
-}
 
 // Copies 16 bytes, number `chunk` of a row with `columns` columns, to shared memory; columns past
 // the last become 0. A null `row` stands for a row of zeros. In the fast path the row is aligned.

@@ -57,8 +57,10 @@ TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
   }
 }
 
-// Reorders the 16 columns of a step of A, in two chunks of eight, for load_float8: a lane holds
-// columns 4t to 4t + 3 of B, and reads word t of each chunk of A.
+// Reorders the 16 columns of a step of A, in place, for load_float8. `first` and `second` are its
+// two chunks of eight columns. The product reads word t of each chunk in lane t of a quad, and
+// load_float8 gives this lane columns 4t to 4t + 3 of B: their words of A, 2t and 2t + 1, must be
+// word t of the two chunks.
 TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
   const uint32_t x[8] = {first[0],  first[1],  first[2],  first[3],
                          second[0], second[1], second[2], second[3]};

@@ -53,9 +53,8 @@ struct SwizzledTile {
   }
 
   // The operand whose k index is the column (K-major), and whose m or n index is the row from row0
-  // on, a multiple of 8. Product k takes columns 16 k to 16 k + 15: its descriptor is
-  // by_columns(row0)
-  // + column_step(k).
+  // on, a multiple of 8. Product k takes columns 16 k to 16 k + 15, and its descriptor is
+  // by_columns(row0) + column_step(k).
   TILEWISE_FN uint64_t by_columns(int row0 = 0) const {
     return Operand::make(from_row(row0).base, 16, 1024);
   }

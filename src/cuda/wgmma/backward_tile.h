@@ -199,7 +199,7 @@ struct SemaphoreOrder {
         rows(work_tile.rows),
         keys(work_tile.keys),
         tile(work_tile.key_tile),
-        last_first(p.order.longest_first == 1) {}
+        last_first(p.order.longest_tile == LongestTile::last) {}
 
   // For the query tile that starts at `row`.
   TILEWISE_DEVICE int32_t at(int32_t row) const {

@@ -34,7 +34,7 @@ class ForwardConsumer {
         shared_(shared),
         warpgroup_(warpgroup),
         negative_(score_of(params.problem).scale < 0.0f),
-        score_mod_(params.problem, positive(score_of(params.problem).scale), shared) {
+        score_mod_(params.problem, positive_scale(score_of(params.problem).scale), shared) {
     softmax_.scale = score_mod_.unit() * kLog2e;
   }
 
@@ -88,11 +88,6 @@ class ForwardConsumer {
     RowResults<1> rows;
     OutRows<C> out;
   };
-
-  // The scale of the softmax is positive, so that -inf stays -inf when it is multiplied by it.
-  TILEWISE_DEVICE static float positive(float scale) {
-    return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
-  }
 
   // --- the work tile ---
 
