@@ -31,10 +31,11 @@ PAGE_BARS = {"page1": 1.15, "page16": 1.05, "page64": 1.05, "page256": 1.05}
 # float8_e4m3 caches (half the bytes), each with the bf16 contestant that reads the same keys.
 FLOAT8 = {"float8": "lengths", "float8 page16": "page16", "float8 page64": "page64"}
 # Log-normal lengths, contiguous and in pages of this many keys.
-LOG_NORMAL = {"uneven": 0, "uneven page1": 1, "uneven page16": 16}
+LOG_NORMAL = {"lognormal": 0, "lognormal page1": 1, "lognormal page16": 16}
 # Peers, each with the contestant of Tilewise that has the same lengths and pages.
 SAME_CACHE_PEERS = {
-    f"cudnn {n}": n for n in ("lengths", "inside", "uneven", "page16", "page64", "uneven page16")
+    f"cudnn {n}": n
+    for n in ("lengths", "inside", "lognormal", "page16", "page64", "lognormal page16")
 }
 # Full lengths are whole tiles of every kernel; real lengths end anywhere in a tile.
 LEFT_OUT_INSIDE = 24  # keys that the lengths of "inside" leave out
@@ -98,7 +99,7 @@ class Inputs:
     float8: list[tuple[Tensor, Tensor]]  # the same caches, rounded to float8
     full: Tensor  # lengths: all keys
     inside: Tensor  # lengths: all but a few keys, so that they end inside a tile
-    uneven: Tensor  # lengths: log-normal, like those of requests
+    lognormal: Tensor  # lengths: log-normal, like those of requests
     tables: dict[int, Tensor]  # block tables by page size, with pages in random order
 
 
@@ -171,7 +172,7 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
         yield Contestant(name, ours(x.full, size, float8=True), x.full, size, float8=True)
     if case.batch > 1:
         for name, size in LOG_NORMAL.items():
-            yield Contestant(name, ours(x.uneven, size), x.uneven, size)
+            yield Contestant(name, ours(x.lognormal, size), x.lognormal, size)
     q = x.q.transpose(1, 2)
     heads_first = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in x.caches]
     if x.q.is_cuda:
@@ -179,9 +180,9 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
         yield Contestant("fa2", _fa2(q, heads_first), x.full)
         if gpu_decode_cudnn.installed():
             for name, of in SAME_CACHE_PEERS.items():
-                if case.batch == 1 and "uneven" in of:
+                if case.batch == 1 and "lognormal" in of:
                     continue
-                lengths = {"uneven": x.uneven, "inside": x.inside}.get(of.split()[0], x.full)
+                lengths = {"lognormal": x.lognormal, "inside": x.inside}.get(of.split()[0], x.full)
                 size = int(of.partition("page")[2] or 0)
                 yield Contestant(name, _cudnn_varlen(x, lengths, size), lengths, size)
         if fa3_installed():

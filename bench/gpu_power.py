@@ -85,7 +85,7 @@ class Meter:
                 self._samples.append(self._sample())
 
     def stop(self, since: float) -> Reading | None:
-        """The means from that time (of perf_counter) on."""
+        """Means of the samples from `since` on, a time of `perf_counter`."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

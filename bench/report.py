@@ -51,7 +51,7 @@ class Table:
         self._section = ""
 
     def header(self, machine: dict[str, Any]) -> None:
-        """Prints what is measured on what, and the measured limits."""
+        """Prints the versions, the machine and its measured peaks."""
         print(
             f"tilewise {machine['tilewise']} beside torch {machine['torch']} on {machine['cpu']}, "
             f"{tables.count(machine['threads'], 'thread')}, instruction set {self.isa}"

@@ -20,7 +20,6 @@ from compat_reference import assert_as_good  # noqa: E402
 pytestmark = pytest.mark.tensors
 
 HEAD_DIM, HEAD_DIM_V, CAPACITY = 24, 16, 48
-UNTOUCHED = 7.5
 
 
 class Cache:

@@ -424,7 +424,7 @@ def test_sink_of_minus_infinity_has_no_effect(dtype):
 
 SINK = Case(rows=(70,), keys=(80,), group=2, head_dim=24, head_dim_v=24, sinks=True, dlse=True)
 DECODE = dataclasses.replace(SINK, rows=(1,) * 3, keys=(500,) * 3, used_k=(500, 0, 377))
-UNEVEN = dataclasses.replace(
+VARLEN = dataclasses.replace(
     SINK, rows=(4,) * 4, keys=(1024,) * 4, used_k=(1000, 70, 0, 300), heads_kv=2, head_dim=64,
     head_dim_v=64, window=(-1, 0), spread=0.5,
 )  # fmt: skip
@@ -436,8 +436,8 @@ SINKS = {
     "decode": DECODE,
     "decode, split": dataclasses.replace(DECODE, splits=3),
     "decode, clusters": dataclasses.replace(DECODE, used_k=None, head_dim=64, head_dim_v=64),
-    "decode, uneven": UNEVEN,
-    "decode, pages": dataclasses.replace(UNEVEN, page_size=16),
+    "decode, varlen": VARLEN,
+    "decode, pages": dataclasses.replace(VARLEN, page_size=16),
 }
 
 
