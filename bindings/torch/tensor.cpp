@@ -96,8 +96,8 @@ void expect_dtype(const Tensor& tensor, const char* name, int32_t dtype, const c
 void expect_place(const Tensor& tensor, const char* name, const Place& place) {
   const Place given = place_of(tensor);
   if (!(given == place))
-    invalid(std::string(name) + " is on " + place_text(given) + ", but q is on " +
-            place_text(place));
+    invalid(std::string(name) + " is on " + place_text(given) + ", but must be on " +
+            place_text(place) + " like the other tensors");
 }
 
 void expect_contiguous_columns(const Tensor& tensor, const char* name) {

@@ -63,6 +63,7 @@ constexpr int64_t any_size = -1;
 // shapes.
 void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape);
 void expect_dtype(const Tensor& tensor, const char* name, int32_t dtype, const char* allowed);
+// Throws unless the tensor is on the device of the other tensors.
 void expect_place(const Tensor& tensor, const char* name, const Place& place);
 void expect_contiguous_columns(const Tensor& tensor, const char* name);
 

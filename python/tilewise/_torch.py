@@ -155,7 +155,9 @@ def merge_states(
     """See ``tilewise.merge_states``."""
     for name, tensor in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if tensor.device != out_a.device:
-            raise ValueError(f"{name} is on {tensor.device}, but out_a is on {out_a.device}")
+            raise ValueError(
+                f"{name} is on {tensor.device}, but must be on {out_a.device} like out_a"
+            )
     weight_a, weight_b, lse = _merge_weights(lse_a.float(), lse_b.float())
     heads_second = out_a.dim() == 4 and layout == "bhsd"
     if not heads_second:
@@ -336,7 +338,7 @@ def integers(name: str, tensor: Any) -> Tensor | None:
 
 def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
+        raise ValueError(f"{name} is on {tensor.device}, but must be on {q.device} like q")
 
 
 def _check_float(name: str, tensor: Any, q: Tensor) -> None:

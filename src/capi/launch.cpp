@@ -25,7 +25,7 @@ dispatch::Device gpu_of(int32_t index) {
     refuse(TILEWISE_UNSUPPORTED, "device is CUDA: ", why,
            "; tensors in the memory of the CPU are allowed");
   }
-  require(index < gpus, "device_index is ", index, ": it must be 0 to ", gpus - 1);
+  check_range("device_index", index, 0, gpus - 1);
   const dispatch::Device device = dispatch::this_gpu(index);
   const std::string problem = dispatch::forced_table_problem(device);
   if (!problem.empty()) refuse(TILEWISE_UNSUPPORTED, problem);

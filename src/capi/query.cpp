@@ -4,6 +4,7 @@
 #include "base/parallel.h"
 #include "capi/refusal.h"
 #include "capi/versioned.h"
+#include "capi/views.h"
 #include "dispatch/planner.h"
 
 using namespace tilewise;
@@ -25,7 +26,7 @@ Row matrix_row(int32_t index) {
       ++row;
     }
   }
-  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);
+  capi::refuse_range("index", index, 0, row - 1);
 }
 
 // Whether the CPU or a GPU of this machine can run the family.

@@ -3,6 +3,7 @@
 
 #include "capi/refusal.h"
 #include "capi/versioned.h"
+#include "capi/views.h"
 #include "cuda/backend.h"
 #include "cuda/kernel_set.h"
 #include "dispatch/device.h"
@@ -20,7 +21,7 @@ tilewise_gpu_info describe_gpu(int32_t index) {
                  "-Ccmake.define.TILEWISE_CUDA=ON, or cmake -DTILEWISE_CUDA=ON");
   }
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
-  capi::require(index >= 0 && index < gpus, "index is ", index, ": it must be 0 to ", gpus - 1);
+  capi::check_range("index", index, 0, gpus - 1);
   const dispatch::Device device = dispatch::this_gpu(index);
   const std::string problem = dispatch::forced_table_problem(device);
   capi::require(problem.empty(), problem);
@@ -53,15 +54,14 @@ tilewise_cuda_code_info describe_code(int32_t index) {
     }
   }
   if (row == 0) capi::refuse(TILEWISE_UNSUPPORTED, "this library has no CUDA code");
-  capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);
+  capi::refuse_range("index", index, 0, row - 1);
 }
 
 tilewise_index_error last_index_error(int32_t device_index) {
   std::string why;
   const int32_t gpus = cuda::gpu_count(&why);
   if (gpus == 0) capi::refuse(TILEWISE_UNSUPPORTED, "there is no GPU: ", why);
-  capi::require(device_index >= 0 && device_index < gpus, "device_index is ", device_index,
-                ": it must be 0 to ", gpus - 1);
+  capi::check_range("device_index", device_index, 0, gpus - 1);
   IndexFault fault{};
   const cuda::IndexError found = cuda::last_index_error(device_index, &fault);
   tilewise_index_error error{};

@@ -66,8 +66,13 @@ void check_data(const View& view) {
 }
 
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest) {
-  require(value >= lowest && value <= highest, name, " is ", value, ": it must be ", lowest, " to ",
-          highest);
+  if (value < lowest || value > highest) refuse_range(name, value, lowest, highest);
+}
+
+void refuse_range(const char* name, int64_t value, int64_t lowest, int64_t highest) {
+  if (lowest == highest)
+    refuse(TILEWISE_INVALID_ARGUMENT, name, " is ", value, ": it must be ", lowest);
+  refuse(TILEWISE_INVALID_ARGUMENT, name, " is ", value, ": it must be ", lowest, " to ", highest);
 }
 
 void check_aligned(const char* name, const void* pointer, int64_t bytes) {

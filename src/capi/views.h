@@ -44,7 +44,9 @@ void check_layout(const View& view);
 // Checks the pointer: given (unless the view is empty) and aligned to its element.
 void check_data(const View& view);
 
+// Throws a Refusal unless lowest <= value <= highest.
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
+[[noreturn]] void refuse_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
 void check_aligned(const char* name, const void* pointer, int64_t bytes);
 
 // Checks a * b * c <= kMaxRows, for factors >= 0. A 0 counts as 1, because planners multiply any

@@ -50,7 +50,7 @@ const Bad kBad[] = {
     {"struct_size_huge", [](Call& c) { c.a.struct_size = 1u << 20; },
      "attention.struct_size is 1048576"},
     {"device", [](Call& c) { c.a.device = 7; }, "device is 7: it must be 0 (CPU) or 1 (CUDA)"},
-    {"device_index", [](Call& c) { c.a.device_index = 1; }, "device_index is 1: it must be 0 to 0"},
+    {"device_index", [](Call& c) { c.a.device_index = 1; }, "device_index is 1: it must be 0"},
     {"device_index_cuda",
      [](Call& c) {
        c.a.device = TILEWISE_CUDA;
@@ -257,7 +257,7 @@ const Bad kBad[] = {
        c.parallel.reserved = 3;
        c.a.parallel = &c.parallel;
      },
-     "parallel.reserved is 3: it must be 0 to 0"},
+     "parallel.reserved is 3: it must be 0"},
 };
 INSTANTIATE_TEST_SUITE_P(, BadAttention, testing::ValuesIn(kBad), bad_input_name<Call>);
 

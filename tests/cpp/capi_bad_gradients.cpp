@@ -38,7 +38,7 @@ TEST_P(BadGradients, IsRefusedByBackward) {
 const Bad kBad[] = {
     {"null", [](Call& c) { c.give_gradients = false; }, "gradients is NULL"},
     {"struct_size", [](Call& c) { c.g.struct_size = 4; }, "gradients.struct_size is 4"},
-    {"reserved", [](Call& c) { c.g.reserved = 1; }, "gradients.reserved is 1: it must be 0 to 0"},
+    {"reserved", [](Call& c) { c.g.reserved = 1; }, "gradients.reserved is 1: it must be 0"},
     {"dout_span", [](Call& c) { c.g.dout.stride_row = kHuge; },
      "dout.stride_row is 1152921504606846976"},
     {"dq_span", [](Call& c) { c.g.dq.stride_head = kHuge; },

@@ -143,7 +143,7 @@ TENSORS = [
     (dict(k=array(2, 7, 2, 8)), TypeError, "k is a ndarray, but must be a torch.Tensor"),
     (dict(q=tensor(2, 5, 4, 8).to_sparse()), TypeError, "q has layout torch.sparse_coo"),
     (dict(q=torch.nested.nested_tensor([tensor(5, 4, 8)])), TypeError, "q is a nested tensor"),
-    (dict(k=tensor(2, 7, 2, 8).to("meta")), ValueError, "k is on meta, but q is on cpu"),
+    (dict(k=tensor(2, 7, 2, 8).to("meta")), ValueError, "k is on meta, but must be on cpu like q"),
     (dict(v=tensor(2, 7, 2, 6).to("meta")), ValueError, "v is on meta"),
     (dict(bias=tensor(5, 7).to("meta")), ValueError, "bias is on meta"),
     (dict(bias=tensor(5, 7).double()), TypeError, "bias has dtype torch.float64"),
@@ -306,7 +306,7 @@ def test_merge_states_refuses_mixed_kinds():
         tilewise.merge_states(out.numpy(), lse, out.numpy(), lse.numpy())
     with pytest.raises(TypeError, match="out_a is a NoneType"):
         tilewise.merge_states(None, lse, out, lse)
-    with pytest.raises(ValueError, match="lse_b is on meta, but out_a is on cpu"):
+    with pytest.raises(ValueError, match="lse_b is on meta, but must be on cpu like out_a"):
         tilewise.merge_states(out, lse, out, lse.to("meta"))
 
 
