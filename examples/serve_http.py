@@ -1,4 +1,4 @@
-"""The HTTP application of examples/serve.py, which limits the size of requests and answers in JSON.
+"""The HTTP application of examples/serve.py. It limits the size of requests; answers are JSON.
 
 All work that takes time in proportion to a request (parsing its JSON, fields and tokens) is done in
 worker threads, so that the event loop continues to deliver other answers.
@@ -150,7 +150,7 @@ def failure(
     return as_json({"error": error}, status, **headers)
 
 
-# The ends of a request that are not an answer, with the status and type of the error.
+# How a request can end without an answer: the HTTP status and type of each error.
 _FAILURES = {
     "error": (503, "server_error"),
     "cancelled": (503, "server_error"),
@@ -330,7 +330,7 @@ def create_app(
     async def list_models() -> Any:
         return {"object": "list", "data": [about]}
 
-    @app.get("/v1/models/{model:path}")  # names of the Hub have a slash
+    @app.get("/v1/models/{model:path}")  # names of models on the Hub contain a slash
     async def one_model(model: str) -> Any:
         if model != name:
             raise server.no_such_model(model)

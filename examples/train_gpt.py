@@ -348,7 +348,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\nstopped at step {training.step_number}, saved to {path}; run again to continue")
         return INTERRUPTED
     if end == "out of time":
-        print(f"--minutes {options.minutes:g} are over at step {training.step_number}")
+        print(f"the time limit --minutes {options.minutes:g} ended at step {training.step_number}")
     finish(training)
     return 0
 

@@ -43,7 +43,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     say(f"devices tested: {', '.join(tested)}")
     for name in devices.ALL:
         if name not in tested:
-            say(f"NOT tested: {name}, {devices.missing().get(name, 'not asked for')}")
+            say(f"NOT tested: {name}, {devices.missing().get(name, 'not selected')}")
     if "cpu" in tested:
         say(f"instruction sets tested: {', '.join(ran)}")
         if missing:

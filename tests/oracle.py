@@ -98,8 +98,8 @@ def sequences_of(
         elif cu_seqlens_k is not None:
             keys = grad_keys = np.arange(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         else:
-            slot = b if kv_batch_idx is None else kv_batch_idx[b]
-            keys = slot * seqlen_k + np.arange(seqlen_k)
+            batch_row = b if kv_batch_idx is None else kv_batch_idx[b]
+            keys = batch_row * seqlen_k + np.arange(seqlen_k)
             grad_keys = b * seqlen_k + np.arange(seqlen_k)
         end = keys.size
         if cu_seqlens_k is not None:  # with pages, it only says how many keys each sequence has
@@ -128,10 +128,13 @@ def philox(
 
 
 def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np.bool_]:
-    """Which weights of one sequence dropout keeps, [heads, rows, keys]: 16 random bits per key, and
-    the key is kept when they are at least round(p * 65536). For key j of a block of 16, bit 8 + i
-    of the 16 is bit j of half word i of its 7-round block, and bit i is bit j XOR 8 of that half
-    word."""
+    """Whether dropout keeps each weight of one sequence, [heads, rows, keys].
+
+    Each key has a number of 16 random bits, and it is kept if the number is at least
+    round(p * 65536). One block of Philox with 7 rounds serves 16 keys: its four words are eight
+    half words. Bit 8 + i of the number of key j is bit j of half word i, and bit i of the number is
+    bit j XOR 8 of that half word.
+    """
     blocks = (keys + 15) // 16
     head, row, block = np.ogrid[:heads, :rows, :blocks]
     counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
@@ -183,7 +186,7 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
     return np.where(visible(o, n, m), s, -np.inf), capped
 
 
-def exp_above(sink: Array, base: Array) -> Array:
+def exp_of_sink(sink: Array, base: Array) -> Array:
     """exp(sink - base), which is 1 where the two are equal, even at +inf, where no score has
     weight."""
     with np.errstate(invalid="ignore"):
@@ -203,13 +206,13 @@ def attention(
     """q [N, Hq, D], k [M, Hkv, D], v [M, Hkv, Dv], dout [N, Hq, Dv], dlse [N, Hq] or None (zero).
     `grad_keys` rows in dk and dv (default M)."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    many = k.shape[0] if grad_keys is None else grad_keys
+    grad_keys = k.shape[0] if grad_keys is None else grad_keys
     r = Result(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
-        dq=np.zeros(q.shape), dk=np.zeros((many, *k.shape[1:])), dv=np.zeros((many, *v.shape[1:])),
-        dbias=None if o.bias is None else np.zeros(o.bias.shape), dsinks=np.zeros(heads),
-        dscale=0.0, out_size=0.0, ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads),
-        dscale_size=0.0,
+        dq=np.zeros(q.shape), dk=np.zeros((grad_keys, *k.shape[1:])),
+        dv=np.zeros((grad_keys, *v.shape[1:])), dsinks=np.zeros(heads),
+        dbias=None if o.bias is None else np.zeros(o.bias.shape), dscale=0.0, out_size=0.0,
+        ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
     )  # fmt: skip
     for sequence in sequences:
         n, m = len(sequence.rows), len(sequence.keys)
@@ -224,12 +227,12 @@ def attention(
         sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
         top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
         base = np.where(np.isneginf(top), 0.0, top)
-        total = np.exp(s - base[:, :, None]).sum(axis=2) + exp_above(sink[:, None], base)
+        total = np.exp(s - base[:, :, None]).sum(axis=2) + exp_of_sink(sink[:, None], base)
         with np.errstate(divide="ignore"):
             lse = base + np.log(total)
         safe = np.where(np.isneginf(lse), 0.0, lse)
         p = np.exp(s - safe[:, :, None])
-        p_sink = exp_above(sink[:, None], safe)
+        p_sink = exp_of_sink(sink[:, None], safe)
         drop = np.ones_like(p)
         if o.dropout_p > 0:
             drop = kept(o, sequence.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
@@ -257,10 +260,10 @@ def attention(
         r.dsinks += (p_sink * (dl - delta)).sum(axis=1)
         r.dscale += float((d_scaled * raw).sum())
         if r.dbias is not None:
-            many_b, many_h, many_i = r.dbias.shape[:3]
-            reduced = ds.sum(axis=0, keepdims=True) if many_h == 1 else ds
-            reduced = reduced.sum(axis=1, keepdims=True) if many_i == 1 else reduced
-            at = sequence.batch if many_b > 1 else 0
+            batch_size, bias_heads, bias_rows = r.dbias.shape[:3]
+            reduced = ds.sum(axis=0, keepdims=True) if bias_heads == 1 else ds
+            reduced = reduced.sum(axis=1, keepdims=True) if bias_rows == 1 else reduced
+            at = sequence.batch if batch_size > 1 else 0
             r.dbias[at, :, : reduced.shape[1], :m] += reduced
 
         norm = drop * np.sqrt((doh**2) @ (vh**2).transpose(0, 2, 1))

@@ -110,8 +110,8 @@ DECODED = (
     ("contiguous, full", "dense", "cudnn"),
     ("`cache_seqlens`, full", "lengths", "cudnn lengths"),
     ("pages of 16, full", "page16", "cudnn page16"),
-    ("log-normal lengths", "uneven", "cudnn uneven"),
-    ("log-normal lengths, pages of 16", "uneven page16", "cudnn uneven page16"),
+    ("log-normal lengths", "lognormal", "cudnn lognormal"),
+    ("log-normal lengths, pages of 16", "lognormal page16", "cudnn lognormal page16"),
 )
 
 
@@ -156,7 +156,7 @@ def source(name: str, text: str) -> str:
     machine = data.get("machine", {})
     device = machine.get("device") or machine.get("cpu")
     is_current = name.startswith("cpu") or machine.get("kernels") == kernels_hash()
-    older = "" if is_current else "older kernels"
+    older = "" if is_current else "from older kernels"
     remarks = "".join(f", {x}" for x in (device, machine.get("date"), older) if x)
     return f"\n{text}\n*[data](docs/results/{name}){remarks}*\n"
 

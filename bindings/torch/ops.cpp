@@ -21,17 +21,18 @@ Tensor new_key_gradient(const Problem& problem, const Tensor& like, const Option
                   options.heads_first);
 }
 
-void want_rows(tilewise_tensor& view, Tensor& tensor, const char* name, Tensor made) {
+void set_rows(tilewise_tensor& view, Tensor& tensor, const char* name, Tensor made) {
   tensor = std::move(made);
   view = view_of(tensor, name);
 }
 
-void want_dbias(tilewise_gradients& g, Tensor& dbias, const Problem& problem, const Tensor& bias) {
+void allocate_dbias(tilewise_gradients& g, Tensor& dbias, const Problem& problem,
+                    const Tensor& bias) {
   for (int64_t i = 0; i < 3; ++i)
     if (bias.size(i) > 1 && bias.stride(i) == 0)
-      invalid(
-          "bias has stride 0 in dimension " + std::to_string(i) +
-          ", but its gradient is wanted: give it size 1 in that dimension, or make it contiguous");
+      invalid("bias has stride 0 in dimension " + std::to_string(i) +
+              ", but its gradient is requested: give it size 1 in that dimension, or make it "
+              "contiguous");
   dbias = new_tensor({bias.size(0), bias.size(1), bias.size(2), bias.size(3)},
                      aoti_torch_dtype_float32(), problem.place);
   g.dbias = static_cast<float*>(dbias.mutable_data_ptr());
@@ -48,7 +49,7 @@ Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, f
   return tensor;
 }
 
-// Allocates the wanted gradients; all others are an empty tensor and a null pointer.
+// Allocates the requested gradients; all others are an empty tensor and a null pointer.
 GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
                               const Tensor& k, const Tensor& v, int64_t wanted) {
   const tilewise_attention& a = problem.attention;
@@ -61,14 +62,14 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
             ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype, problem.place)
             : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim}, problem.torch_dtype,
                        problem.place, options.heads_first);
-    want_rows(g.dq, tensors.dq, "dq", dq);
+    set_rows(g.dq, tensors.dq, "dq", dq);
   }
   if ((wanted & want_k) != 0)
-    want_rows(g.dk, tensors.dk, "dk", new_key_gradient(problem, k, options));
+    set_rows(g.dk, tensors.dk, "dk", new_key_gradient(problem, k, options));
   if ((wanted & want_v) != 0)
-    want_rows(g.dv, tensors.dv, "dv", new_key_gradient(problem, v, options));
+    set_rows(g.dv, tensors.dv, "dv", new_key_gradient(problem, v, options));
   if ((wanted & want_bias) != 0 && options.bias)
-    want_dbias(g, tensors.dbias, problem, *options.bias);
+    allocate_dbias(g, tensors.dbias, problem, *options.bias);
   if ((wanted & want_sinks) != 0 && options.sinks)
     tensors.dsinks = new_float({a.heads_q}, problem, g.dsinks);
   if ((wanted & want_scale) != 0) tensors.dscale = new_float({1}, problem, g.dscale);
@@ -93,7 +94,7 @@ void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& d
   set_dlse(g, problem, dlse);
 }
 
-// For its lifetime the device of the problem is current, and the problem uses torch's current
+// While it exists, the device of the problem is current, and the problem uses torch's current
 // stream or, on the CPU, torch's threads.
 class Launch {
  public:

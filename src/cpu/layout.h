@@ -60,9 +60,9 @@ struct ForwardLayout {
   int32_t* nonfinite;       // same shape as packed
   int64_t* first_tile;      // [B + 1]: query tiles before each sequence
   int64_t partial_rows;
-  // Partial results, only with splits: [tile][kv head][split][row], and [head_dim_v] of
-  // partial_out. A split rule applies to sequences of one tile: then [sequence] takes the place of
-  // [tile].
+  // Partial results, only with splits: [tile][kv head][split][row], where each entry of partial_out
+  // has head_dim_v numbers. Where lengths decide the number of splits (`plan.rule`), sequences have
+  // one tile, and [sequence] takes the place of [tile].
   float* partial_out;
   float* partial_lse;
   float* partial_low;  // the rounding error of partial_lse
@@ -102,11 +102,11 @@ struct BackwardLayout {
   int64_t scratch_bytes;
   int64_t* first_tile;  // [B + 1]
   float* delta;         // [tile][kv head][lane]
-  float* dsinks;        // same shape; null: not wanted
+  float* dsinks;        // same shape; null: not requested
   int64_t dq_tile;      // floats of dq_sum per tile
-  float* dq_sum;  // [tile][kv head][panel][column][lane]; null: neither dq nor dscale is wanted
+  float* dq_sum;  // [tile][kv head][panel][column][lane]; null: neither dq nor dscale is requested
   int32_t* dq_semaphores;  // [tile][kv head]
-  float* dscale;           // [tile][kv head]; null: not wanted
+  float* dscale;           // [tile][kv head]; null: not requested
 
   BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
                  Arena& arena)

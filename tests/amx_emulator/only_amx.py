@@ -1,5 +1,5 @@
-"""pytest plugin: tests of every instruction set run only on AMX. For a build with
-TILEWISE_AMX_EMULATOR, whose other instruction sets do not differ from those of other builds:
+"""A pytest plugin with which tests of every instruction set run only on AMX. It is for builds with
+TILEWISE_AMX_EMULATOR, whose other instruction sets are the same as in every build:
 
     PYTHONPATH=tests/amx_emulator TILEWISE_LIBRARY_DIR=build/amx-emulator \\
         pytest -p only_amx tests/python/test_properties.py -k "bf16 or fp16"

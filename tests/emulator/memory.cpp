@@ -1,4 +1,5 @@
-// Shared memory through the wrappers (loads, stores, ldmatrix, asynchronous copies), global memory.
+// Emulates the wrappers that access shared memory (loads, stores, ldmatrix, asynchronous copies)
+// and global memory.
 #include <cstring>
 
 #include "emulator/block.h"

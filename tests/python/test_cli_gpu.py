@@ -123,7 +123,7 @@ def test_provenance_names_the_code_inside(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "cuda_code", lambda: code)
     assert main(["doctor", "--provenance"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "CUDA code inside: without tensor cores: SASS 75; tiles of sm_80: PTX 80; "
+        "CUDA code in this library: without tensor cores: SASS 75; tiles of sm_80: PTX 80; "
         "tiles of sm_90: SASS 90"
     )
 

@@ -76,7 +76,7 @@ def run(command: list[str], limit: float, log: Path, env: dict[str, str] | None 
 
 
 def never(_ended: Ended) -> bool:
-    """Restarts no command."""
+    """False: the command is not restarted."""
     return False
 
 

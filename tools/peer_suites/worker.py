@@ -1,4 +1,4 @@
-"""A process that imports a test file over ``tilewise.compat`` and runs the cases it is sent."""
+"""A process that imports a test file on top of ``tilewise.compat`` and runs the requested cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that field names do not reveal: fields of particular configurations, and backbones."""
+"""Values of tiny configurations that the rules for field names cannot give, and backbones."""
 
 from __future__ import annotations
 

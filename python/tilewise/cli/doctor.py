@@ -324,5 +324,5 @@ def show_provenance(as_json: bool) -> int:
             lines.append([row["kernel"], row["state"], r["machine"], r["date"], passed])
     head = ["kernel", "state", "machine", "date", "proof"]
     tables.show(head, lines, left=range(len(head)))
-    print(f"CUDA code inside: {code_text(cuda_code())}")
+    print(f"CUDA code in this library: {code_text(cuda_code())}")
     return 0

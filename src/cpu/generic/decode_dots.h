@@ -1,5 +1,5 @@
 // The products of decoding with vectors along the head dimension: rows of K times q, and sums of
-// rows of V weighted by p, both read from where they lie in memory.
+// rows of V weighted by p, both read in place.
 #pragma once
 
 #include "cpu/generic/decode_units.h"

@@ -1,5 +1,5 @@
 // The products of decoding with the AMX tile unit, for bf16. A product takes nearly as long for one
-// row of q as for sixteen. Rows of K are rows of a tile as they lie in memory; rows of V are
+// row of q as for sixteen. Rows of K are loaded from the cache as rows of a tile; rows of V are
 // interleaved in pairs before they are loaded into a tile. The rows of a head fill one tile or two.
 #pragma once
 
@@ -59,13 +59,13 @@ struct TileProducts : DotProducts<BFloat16> {
     for (int i = 0; i < kUnits; ++i) to[i * rows] = units[i];
   }
 
-  // 16 rows of K. If they are equally spaced they are read from where they lie, except for the
-  // columns after the last whole read.
+  // 16 rows of K. If they are equally spaced they are read in place, except for the columns after
+  // the last whole read.
   struct Keys {
     const T* const* rows;
     int64_t columns;
     int64_t step;   // bytes from one row to the next
-    int64_t whole;  // columns that are read from where they lie
+    int64_t whole;  // columns that are read in place
 
     TILEWISE_FN Keys(const T* const* k, int64_t head_dim) : rows(k), columns(head_dim) {
       const intptr_t base = reinterpret_cast<intptr_t>(rows[0]);

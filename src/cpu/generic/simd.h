@@ -193,9 +193,9 @@ TILEWISE_FN F to_fp32(const Half* p) {
 #endif
 }
 
-// The same conversion as for scalars (base/float8.h). If the machine converts fp16: the bits of a
-// float8_e4m3, shifted left by seven, are an fp16 number that is 2^8 times smaller; this also holds
-// for subnormal numbers.
+// The same conversion as for scalars (base/float8.h). Machines that convert fp16 use this: the bits
+// of a float8_e4m3, shifted left by seven, are an fp16 number that is 2^8 times smaller, also for
+// subnormal numbers.
 #if defined(__AVX2__) || defined(__AVX512F__)
 inline constexpr float kFloat8Unit = 256.0f;
 
@@ -226,7 +226,7 @@ TILEWISE_FN void to_fp32(H2 halves, F (&part)[2], std::integer_sequence<int, J..
   part[1] = to_fp32(reinterpret_cast<const Half*>(&high));
 }
 
-// 2 W elements, in units of 1 / kFloat8Unit.
+// 2 W elements, divided by kFloat8Unit.
 TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
 #if defined(__AVX512F__)
   const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm512_cvtepi8_epi16(load_as<__m256i>(p))));

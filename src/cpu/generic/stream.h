@@ -1,5 +1,5 @@
-// How decoding reads the storage of K and V: whole vectors from where rows lie, their dot products
-// with q, and their sums weighted by p, in fp32 or in pairs of bf16.
+// How decoding reads K and V in place, one vector at a time: dot products with q and sums weighted
+// by p, in fp32 or in pairs of bf16.
 #pragma once
 
 #include <type_traits>
@@ -41,8 +41,8 @@ TILEWISE_FN V repeated(const T* from) {
   }
 }
 
-// kColumns neighbouring elements as kParts vectors of fp32. For Half that is 64 bytes at a time
-// where there are enough registers for the sums of two parts.
+// One read: kParts * W neighbouring elements as kParts vectors of fp32. Half has two parts, 64
+// bytes, where there are enough registers for the sums of both.
 template <class T>
 struct Widened {
   static constexpr int kParts = sizeof(T) == 2 && W == 16 ? 2 : 1;
@@ -60,7 +60,7 @@ struct Widened {
   TILEWISE_FN static void in_order(F (&)[kParts]) {}
 };
 
-// Float8 is read in units of 1 / kFloat8Unit.
+// A read of Float8 gives the elements divided by kFloat8Unit.
 template <>
 struct Widened<Float8> {
   static constexpr int kParts = 2;
@@ -117,7 +117,8 @@ struct Stream {
     Read of[kKeys];
   };
 
-  // Whether a few columns, repeated, are an operand without further shuffles.
+  // Whether a few columns of a key, repeated over a vector, are an operand of UnitScores
+  // (decode_units.h) without further shuffles.
   static constexpr bool kHasUnits = std::is_same_v<T, float> || (std::is_same_v<T, Half> && W >= 8);
   using Unit = F;
   static constexpr int kUnitColumns = 1;

@@ -25,7 +25,8 @@ std::size_t at(int64_t row, int64_t head, int64_t column) {
   return static_cast<std::size_t>((row * kHeads + head) * kDim + column);
 }
 
-// sum(out * weight) of causal attention over rows [first, last), in double precision.
+// sum(out * weight) of causal attention in double precision. Sequence s has the rows from starts[s]
+// to starts[s + 1].
 double loss(const std::vector<float>& q, const std::vector<float>& k, const std::vector<float>& v,
             const std::vector<float>& weight, const std::vector<int32_t>& starts) {
   double total = 0;
@@ -139,7 +140,7 @@ bool mistakes_are_exceptions() {
   return good;
 }
 
-// After a move, a workspace has no memory, and gets some like a new one.
+// After a move, the source has no memory; it can allocate some again, like a new workspace.
 bool a_workspace_can_be_moved() {
   tilewise::Workspace first;
   const void* const memory = first.reserve(1 << 10);

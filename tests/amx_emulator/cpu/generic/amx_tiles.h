@@ -61,7 +61,8 @@ inline void configure(const TileConfig& config) {
   for (int i = 0; i < 8; ++i) {
     need(config.rows[i] <= 16 && config.row_bytes[i] <= 64,
          "a tile larger than 16 rows of 64 bytes");
-    need((config.rows[i] == 0) == (config.row_bytes[i] == 0), "a tile with rows or columns only");
+    need((config.rows[i] == 0) == (config.row_bytes[i] == 0),
+         "a tile with rows but no columns, or columns but no rows");
     tiles.rows[i] = config.rows[i];
     tiles.row_bytes[i] = config.row_bytes[i];
   }
