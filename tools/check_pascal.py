@@ -67,7 +67,12 @@ HEADERS = {
         "#define INT64_MIN (-INT64_MAX - 1)\n"
     ),
     "cstdint": '#include "stdint.h"\n',
+    "numeric": (
+        "#pragma once\n"
+        "namespace std { constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); } }\n"
+    ),
     "type_traits": (
+        "#pragma once\n"
         "namespace std {"
         "template <bool b, class T, class U> struct choice { using type = T; };"
         "template <class T, class U> struct choice<false, T, U> { using type = U; };"

@@ -1,10 +1,11 @@
-// The forms of a kernel: which options and memory layouts it is compiled for.
+// The forms of a kernel, and the limits that planner and kernels share.
 #pragma once
 
 #include <cstdint>
 
 namespace tilewise::cuda {
 
+// Which options and layouts each form serves:
 //   plain      fast path: options that cost nothing in the inner loop (scale, band, lengths, GQA,
 //              sinks)
 //   general    adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform branches

@@ -11,10 +11,6 @@
 
 namespace tilewise::cuda::common {
 
-// Rows that an instance of a loop supports. far is a separate instance, so that the usual loop
-// (near) pays nothing for it.
-enum class Reach { near, far };
-
 // A row is far if its |lse| is larger than this. Rounding lse changes a weight by a relative |lse|
 // * 1e-7; 16-bit elements tolerate 1e-4, fp32 tolerates 2e-6.
 template <class Element>

@@ -8,7 +8,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-inline constexpr int32_t kFar = 1 << 30;
+// Larger than every row and key of a sequence.
+inline constexpr int32_t kMaxRow = 1 << 30;
 
 // First rows of the query tiles that need no mask: all of their rows see all keys of the CTA.
 struct UnmaskedRows {
@@ -31,9 +32,9 @@ class KeyTile {
     const Range keys = {key, min(band.keys, key + Plan::kKeys)};
     // With far rows every tile takes the masked branch, which handles them.
     const Range all = keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
-    const int64_t all_end = all.end == band.rows ? kFar : all.end - Plan::kQueries + 1;
-    const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kFar, kFar),
-                               clamp(key - band.shift() + band.left, -kFar, kFar),
+    const int64_t all_end = all.end == band.rows ? kMaxRow : all.end - Plan::kQueries + 1;
+    const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kMaxRow, kMaxRow),
+                               clamp(key - band.shift() + band.left, -kMaxRow, kMaxRow),
                                key,
                                band.keys,
                                row_tiles.begin * Plan::kQueries,

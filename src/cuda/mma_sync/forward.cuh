@@ -329,11 +329,11 @@ TILEWISE_DEVICE float unit_of_scores(const ForwardParams& p, const QueryTile& q_
   return scale;
 }
 
-// Records that the block table points outside of the tensors. All threads of a warp split call it,
-// with the same finding.
+// Records that the block table points outside of the tensors. All threads of a warp split call it.
+// `first_byte` is the offset of the warp split's shared memory.
 template <class C>
-TILEWISE_DEVICE void mark_pages_invalid(uint32_t own) {
-  if (row_thread<C>() == 0) saved_q_tile<C>(own).sequence.fits = false;
+TILEWISE_DEVICE void mark_pages_invalid(uint32_t first_byte) {
+  if (row_thread<C>() == 0) saved_q_tile<C>(first_byte).sequence.fits = false;
   if constexpr (C::kWarpPipeline)
     ptx::sync_warp();
   else
@@ -345,8 +345,8 @@ TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const Problem& problem = p.problem;
   const int32_t warp_split = warp_split_index<C>();
-  const uint32_t own = static_cast<uint32_t>(warp_split * kWarpSplitBytes<C>);
-  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory()) + own;
+  const uint32_t first_byte = static_cast<uint32_t>(warp_split * kWarpSplitBytes<C>);
+  const ptx::SharedAddress q = ptx::shared_address(ptx::shared_memory()) + first_byte;
   Pipeline<C>::prepare(p, q + kPipelineAt<C>);
   ptx::griddepcontrol_wait();
   QueryTile q_tile = find_tile<C>(p, q + kPipelineAt<C>);
@@ -364,7 +364,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     if (p.arrivals != nullptr && q_tile.splits > 1) ChunkCombine<C>(p, q_tile).claim();
   }
 
-  QueryTile& saved = saved_q_tile<C>(own);
+  QueryTile& saved = saved_q_tile<C>(first_byte);
   q_tile.tiles.find_full(q_tile.rows, C::kForward.keys);
   if constexpr (C::kGeneral) {  // the other forms check while they look pages up
     if (q_tile.sequence.kv.pages != nullptr && row_thread<C>() < ptx::kWarpSize)
@@ -395,7 +395,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       descales.apply(s);
       general.apply(problem, saved, s, tile, lane_position<C>());
     }
-    if (masked) mask<C>(s, saved_q_tile<C>(own), tile);
+    if (masked) mask<C>(s, saved_q_tile<C>(first_byte), tile);
     softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) {
@@ -406,7 +406,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     }
 
     pipeline.consumer_wait();
-    if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(own), tile);
+    if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(first_byte), tile);
     multiply.values(o, s, pipeline.values(),
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
     pipeline.consumer_release(false, tile);
@@ -434,7 +434,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   const bool combines = C::kWarpPipeline && p.cluster_combines && saved.splits > 1;
   if constexpr (C::kPaged) {
     if (!pipeline.pages_fit(saved)) [[unlikely]]
-      mark_pages_invalid<C>(own);
+      mark_pages_invalid<C>(first_byte);
   }
   if constexpr (C::kWarpSplits > 1)
     combine_warp_splits<C>(o, softmax, warp_split, pipeline.combine_buffer().base,
@@ -454,7 +454,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (kExactRows) mark_rows_to_recompute<C>(problem, saved, position, softmax, result);
   if constexpr (C::kWarpSplits > 1 && C::kPaged) {
     if (!saved_q_tile<C>(kWarpSplitBytes<C>).sequence.fits) [[unlikely]]
-      mark_pages_invalid<C>(own);
+      mark_pages_invalid<C>(first_byte);
   }
   if (!saved.sequence.fits) [[unlikely]] {
     if (row_thread<C>() == 0)

@@ -54,15 +54,15 @@ TILEWISE_DEVICE void copy_rows(ptx::SharedAddress to, const Lanes& lanes, const 
 
 // Copies the tiles of K or V, from the last to the first.
 template <class C, class Lanes>
-class KeyStream {
+class KvTileCopy {
  public:
   using Element = typename C::KvElement;
   static constexpr int kKeys = C::kForward.keys;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
-  TILEWISE_DEVICE KeyStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                            const QueryTile& q_tile)
+  TILEWISE_DEVICE KvTileCopy(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
+                             const QueryTile& q_tile)
       : view_(view),
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
@@ -199,7 +199,7 @@ class KvPipeline {
  public:
   using Lanes =
       tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::KvElement::kBytes>;
-  using Stream = std::conditional_t<C::kPaged, PageStream<C, Lanes>, KeyStream<C, Lanes>>;
+  using TileCopy = std::conditional_t<C::kPaged, PagedTileCopy<C, Lanes>, KvTileCopy<C, Lanes>>;
   using Rows = std::conditional_t<C::kPaged, PageRows<C, Lanes>, NoPages>;
   using Arch = typename C::Arch;
   static constexpr int kStages = C::kForward.stages;
@@ -215,7 +215,7 @@ class KvPipeline {
   static constexpr bool kKeysFirst = kStages % 2 == 1;
   static constexpr int kKeysAhead = kStages / 2;
   static constexpr int kValuesAhead = (kStages - 1) / 2;
-  static constexpr int kParts = Stream::kParts;
+  static constexpr int kParts = TileCopy::kParts;
   using KeyLanes = tile::LaneOffsets<Lanes::kRowBytes, tile::Lanes::chunks_first>;
   using ValueLanes = std::conditional_t<
       C::kFloat8,
@@ -253,14 +253,14 @@ class KvPipeline {
     for (int i = 0; i < kFills; ++i) {
       const bool keys = i % 2 == 0;
       const int32_t tile = last_ - i / 2;
-      Stream& stream = keys ? k_ : v_;
+      TileCopy& tiles = keys ? k_ : v_;
       const ptx::SharedAddress stage = base_ + i * kStageBytes;
       if constexpr (C::kPaged) {
         if (keys) rows_.advance(k_, v_, q_tile_, tile);
         const bool wanted = rows_.has_tile(tile);
-        stream.copy_whole(stage, wanted ? q_tile_.tiles.keys - tile * C::kForward.keys : 0);
+        tiles.copy_whole(stage, wanted ? q_tile_.tiles.keys - tile * C::kForward.keys : 0);
       } else {
-        stream.copy_whole(stage, tile);
+        tiles.copy_whole(stage, tile);
       }
       if (i == 0 && !kQueriesFirst) load_queries();
       tile::commit<Arch>();
@@ -293,13 +293,13 @@ class KvPipeline {
   TILEWISE_DEVICE void load_ahead(bool scores, int32_t tile, int part) {
     const bool keys = scores == kKeysFirst;
     const int32_t wanted = tile - (keys ? kKeysAhead : kValuesAhead);
-    Stream& stream = keys ? k_ : v_;
+    TileCopy& tiles = keys ? k_ : v_;
     if (kStages > 2 || keys || wanted != last_) {
       if constexpr (C::kPaged) {
         if (keys && part == 0) rows_.advance(k_, v_, saved_q_tile<C>(), wanted);
-        stream.copy(before(read_), rows_.has_tile(wanted), part);
+        tiles.copy(before(read_), rows_.has_tile(wanted), part);
       } else {
-        stream.copy(before(read_), wanted, part);
+        tiles.copy(before(read_), wanted, part);
       }
     }
     if (part == kParts - 1) tile::commit<Arch>();
@@ -314,8 +314,8 @@ class KvPipeline {
   }
   const QueryTile& q_tile_;  // read before the loop only; the loop reads `saved_q_tile`
   Rows rows_;
-  Stream k_;
-  Stream v_;
+  TileCopy k_;
+  TileCopy v_;
   ptx::SharedAddress base_;
   ptx::SharedAddress read_;
   int32_t last_;

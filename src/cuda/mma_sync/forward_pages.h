@@ -45,8 +45,8 @@ class PageRows {
 
   // Called before the keys of `tile` are loaded: gives K and V its rows, and looks up those of the
   // next tile.
-  template <class Stream>
-  TILEWISE_DEVICE void advance(Stream& k, Stream& v, const QueryTile& q_tile, int32_t tile) {
+  template <class TileCopy>
+  TILEWISE_DEVICE void advance(TileCopy& k, TileCopy& v, const QueryTile& q_tile, int32_t tile) {
     k.set_rows(*this);
     v.set_rows(*this);
     look_up(q_tile, tile - C::kWarpSplits);
@@ -88,18 +88,18 @@ class PageRows {
   int32_t rows_[kLookUps];
 };
 
-// Copies the tiles of K or V from the last to the first, as `KeyStream` does. Lanes exchange one
+// Copies the tiles of K or V from the last to the first, as `KvTileCopy` does. Lanes exchange one
 // 32-bit number per row: its offset from row 0 of page 0 in units of 16 bytes.
 template <class C, class Lanes>
-class PageStream {
+class PagedTileCopy {
  public:
   using Element = typename C::Element;
   using Rows = PageRows<C, Lanes>;
   static constexpr int kParts = Lanes::kPasses < 2 ? 1 : 2;
   static constexpr int kPartPasses = (Lanes::kPasses + kParts - 1) / kParts;
 
-  TILEWISE_DEVICE PageStream(const ForwardParams& p, const tilewise_tensor& view, int64_t columns,
-                             const QueryTile& q_tile)
+  TILEWISE_DEVICE PagedTileCopy(const ForwardParams& p, const tilewise_tensor& view,
+                                int64_t columns, const QueryTile& q_tile)
       : page_chunks_(static_cast<int32_t>(view.stride_batch / kPerChunk)),
         row_chunks_(static_cast<int32_t>(view.stride_row / kPerChunk)) {
     const Lanes lanes(row_thread<C>());

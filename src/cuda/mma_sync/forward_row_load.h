@@ -28,7 +28,7 @@ class RowLoader {
   TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
     if (keys) rows_.advance(k_, v_, q_tile_, tile);
 #pragma unroll
-    for (int part = 0; part < Stream::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
+    for (int part = 0; part < TileCopy::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }
   // Loads the tile that is read first; rows past the last key become 0.
@@ -42,12 +42,12 @@ class RowLoader {
 
  private:
   using Lanes = tile::PanelLanes<StageTile<C>, C::kHeadDim * C::Element::kBytes>;
-  using Stream = PageStream<C, Lanes>;
+  using TileCopy = PagedTileCopy<C, Lanes>;
 
   const QueryTile& q_tile_;
   PageRows<C, Lanes> rows_;
-  Stream k_;
-  Stream v_;
+  TileCopy k_;
+  TileCopy v_;
 };
 
 }  // namespace tilewise::cuda::mma_sync

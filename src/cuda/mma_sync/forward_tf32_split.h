@@ -19,10 +19,10 @@ class Tf32SplitPipeline {
   static constexpr int kTileBytes = C::kForward.keys * kRowBytes;
   static constexpr int kBytes = 6 * kTileBytes;
   using Lanes = tile::PairLanes<C::kForward.threads(), C::kForward.keys, kRowBytes>;
-  using Stream = KeyStream<C, Lanes>;
+  using TileCopy = KvTileCopy<C, Lanes>;
   using Arch = typename C::Arch;
-  static constexpr int kParts = Stream::kParts;
-  static_assert(Stream::kPartPasses % 2 == 0);
+  static constexpr int kParts = TileCopy::kParts;
+  static_assert(TileCopy::kPartPasses % 2 == 0);
   using KeyLanes = tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first>;
   using ValueLanes = tile::PairTile<C::kHeadDim>;
 
@@ -66,7 +66,8 @@ class Tf32SplitPipeline {
     if (part == 0) tile::wait<Arch, 1>();
     const Lanes lanes(opaque_thread<C>());
 #pragma unroll
-    for (int pass = part * Stream::kPartPasses; pass < (part + 1) * Stream::kPartPasses; pass += 2)
+    for (int pass = part * TileCopy::kPartPasses; pass < (part + 1) * TileCopy::kPartPasses;
+         pass += 2)
       split(scores, lanes, pass);
     if (scores)
       v_.copy(raw_values(), tile - 1, part);
@@ -97,8 +98,8 @@ class Tf32SplitPipeline {
     }
   }
 
-  Stream k_;
-  Stream v_;
+  TileCopy k_;
+  TileCopy v_;
   ptx::SharedAddress base_;
   int32_t last_;
 };

@@ -168,7 +168,7 @@ struct Backward {
     weights_of(weight, first_key, false);
     const Own own = Own::of(thread);
     own.store(weight);
-    if (shared().score_mod.dropout.on()) own.drop(thread, first_key);
+    if (shared().score_mod.dropout.on()) own.apply_dropout(thread, first_key);
   }
 
   // Stores dS in Shared::weights.
@@ -184,7 +184,7 @@ struct Backward {
       ptx::sync_block();  // the operands of the product have been read
       const Own scratch = Own::of(thread, shared().stage);
       scratch.store(dp);
-      scratch.drop(thread, first_key);
+      scratch.apply_dropout(thread, first_key);
       scratch.load(dp);
     }
     own.load(weight);
@@ -199,8 +199,8 @@ struct Backward {
     own.store(weight);
   }
 
-  TILEWISE_DEVICE void add(const Rows<T>& b, bool exact) {
-    add_weighted(sums, shared().weights, shared().stage, b, exact);
+  TILEWISE_DEVICE void add(const Rows<T>& b, bool masked) {
+    add_weighted(sums, shared().weights, shared().stage, b, masked);
   }
 
   // Writes row `i` of this thread's sums to `to`.
@@ -240,7 +240,7 @@ struct Backward {
         store_p(shared().own_keys.begin);
       else
         store_ds(shared().own_keys.begin);
-      add(for_dv ? dout() : q(), Step::of(p, shared().own_keys.begin).exact);
+      add(for_dv ? dout() : q(), Step::of(p, shared().own_keys.begin).masked);
     }
   }
 
@@ -293,7 +293,7 @@ struct Backward {
       ptx::sync_block();
       load_key_table(p, key);
       store_ds(key);
-      add(k(), Step::of(p, key).exact);
+      add(k(), Step::of(p, key).masked);
     }
     float dscale = 0.0f;
 #pragma unroll

@@ -47,9 +47,9 @@ struct Forward {
     }
   }
 
-  // Turns products into scores in natural units, rounded to fp32 as in the backward. `exact` tells
+  // Turns products into scores in natural units, rounded to fp32 as in the backward. `masked` tells
   // that some pairs of row and key may be masked: their scores become -inf.
-  TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool exact) const {
+  TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool masked) const {
     if (!general) {
       const float scale = shared().score_mod.score.scale;
 #pragma unroll
@@ -58,7 +58,7 @@ struct Forward {
         for (int j = 0; j < 4; ++j) score[i][j] = ptx::mul(score[i][j], scale);
       }
     }
-    if (!exact) return;
+    if (!masked) return;
     if (general) {
       const auto own = OwnWeights<true>::of(thread);
       own.store(score);
@@ -120,13 +120,13 @@ struct Forward {
     Block weight;
     row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
-    finish_scores(weight, first_key, now.exact);
+    finish_scores(weight, first_key, now.masked);
     softmax(weight);
     const auto own = OwnWeights<true>::of(thread);
     own.store(weight);
-    if (memory.score_mod.dropout.on()) own.drop(thread, first_key);
+    if (memory.score_mod.dropout.on()) own.apply_dropout(thread, first_key);
     const Rows<K> v{static_cast<const K*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
-    add_weighted(o, memory.weights, memory.stage, v, now.exact);
+    add_weighted(o, memory.weights, memory.stage, v, now.masked);
   }
 
   // The softmax denominator of row i, whose weights e^(score - m) have the sum `sum`.

@@ -188,7 +188,7 @@ struct OwnWeights {
   }
 
   // Multiplies by the dropout factors. A thread's four keys lie in one block of dropout bits.
-  TILEWISE_DEVICE void drop(const ThreadPosition& thread, int64_t first_key) const {
+  TILEWISE_DEVICE void apply_dropout(const ThreadPosition& thread, int64_t first_key) const {
     const int64_t key = first_key + thread.x * 4;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
@@ -203,7 +203,7 @@ struct OwnWeights {
 // One step of a walk: the rows of the tile and kTile keys.
 struct Step {
   int64_t first_key;  // a multiple of kTile
-  bool exact;         // some pairs may be masked: by the band, the lengths or a bias of -inf
+  bool masked;        // some pairs may be masked: by the band, the lengths or a bias of -inf
 
   TILEWISE_DEVICE static Step of(const Problem& p, int64_t first_key) {
     const RowTile& tile = shared().tile;

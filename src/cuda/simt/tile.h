@@ -81,9 +81,9 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
   }
 }
 
-// c += A^T B over kChain rows of A and B. With kExact a weight of 0 in A ignores B even where B is
-// NaN or infinite; otherwise 0 * NaN is NaN.
-template <bool kExact>
+// c += A^T B over kChain rows of A and B. With kSkipZeros a weight of 0 in A ignores B even where B
+// is NaN or infinite; otherwise 0 * NaN is NaN.
+template <bool kSkipZeros>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   const ThreadPosition thread = ThreadPosition::own();
   const float* const a_own = a + thread.y * 4;
@@ -96,7 +96,7 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
     const Float4 v = *reinterpret_cast<const Float4*>(b_own + k * kRowStride);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (kExact && u.x[i] == 0.0f) continue;
+      if (kSkipZeros && u.x[i] == 0.0f) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[i][j] += u.x[i] * v.x[j];
     }
@@ -127,7 +127,7 @@ TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, cons
 // memory; the threads of the CTA may have stored it just before, without a barrier.
 template <int kGroups, class T>
 TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, float* stage,
-                                  const Rows<T>& b, bool exact) {
+                                  const Rows<T>& b, bool masked) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     if (g * kTile >= b.columns) break;
@@ -136,7 +136,7 @@ TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, 
     ptx::sync_block();
 #pragma unroll 1
     for (int k = 0; k < kTile; k += kChain) {
-      if (exact)
+      if (masked)
         add_product<true>(sums[g], weights + k * kRowStride, stage + k * kRowStride);
       else
         add_product<false>(sums[g], weights + k * kRowStride, stage + k * kRowStride);

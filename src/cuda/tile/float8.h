@@ -38,6 +38,7 @@ struct Float8Pairs {
   }
 
  private:
+  // Exchanges bytes 1 and 2.
   TILEWISE_DEVICE static uint32_t swapped(uint32_t x) { return ptx::prmt<0x3120>(x, x); }
 };
 

@@ -120,8 +120,8 @@ class ColumnScores {
           x[0] = (p[i] & 0x7fffu) != 0 ? x[0] * dropout_scale_ : 0.0f;
           x[1] = (p[i] & 0x7fff0000u) != 0 ? x[1] * dropout_scale_ : 0.0f;
         }
-        ds[i] = tile::pack<Element>(low(factor) * (x[0] + delta.x[i % 2]),
-                                    high(factor) * (x[1] + delta.x[i % 2]));
+        ds[i] = tile::pack<Element>(tile::low_of<Element>(factor) * (x[0] + delta.x[i % 2]),
+                                    tile::high_of<Element>(factor) * (x[1] + delta.x[i % 2]));
       }
       if constexpr (C::kGeneral) ptx::sync_warp();
       ptx::stmatrix_x4_trans(at(Plan::kDs, stage, k), ds);
@@ -135,19 +135,6 @@ class ColumnScores {
            static_cast<uint32_t>(tiles + stage % Plan::kScoreStages * Plan::ScoreTile::kBytes +
                                  chunk * 16 * tile::kSwizzledRowBytes);
   }
-  static TILEWISE_DEVICE float low(uint32_t pair) {
-    if constexpr (Element::kDtype == BF16::kDtype)
-      return ptx::float_of(pair << 16);
-    else
-      return ptx::cvt_f32_f16(pair);
-  }
-  static TILEWISE_DEVICE float high(uint32_t pair) {
-    if constexpr (Element::kDtype == BF16::kDtype)
-      return ptx::float_of(pair & 0xffff0000u);
-    else
-      return ptx::cvt_f32_f16(pair >> 16);
-  }
-
   // store_p with options: stores P, and P times d score / d (scale S) where dS will be. It takes
   // 16 keys at a time, so that the derivatives need few registers.
   TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],

@@ -96,8 +96,8 @@ TILEWISE_DEVICE void stage_group(const float (&x)[4], int group, float scale,
 }
 
 // Writes dQ = scale * sums for the valid rows, a part of dscale = sum(q dQ / scale), and a flag if
-// some sum is not finite. The flag also covers rows not in use and columns past the last one: a
-// flag too many only costs time.
+// some sum is not finite. The flag also covers unused rows and columns past the last one: a
+// needless flag only costs time.
 template <class C>
 TILEWISE_KERNEL(kFinishThreads, 1)
 void backward_finish(TILEWISE_PARAMETER BackwardParams p) {

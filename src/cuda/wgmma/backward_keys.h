@@ -61,7 +61,7 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work_til
   ptx::cp_async_wait_group<0>();
 }
 
-// Returns when K and V are ready for the products. `parity`: that of wait_for_kv.
+// Returns when K and V are ready for the products. `parity` is passed on to wait_for_kv.
 template <class C>
 TILEWISE_DEVICE void prepare_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
                                 ptx::SharedAddress shared, int thread, int parity) {

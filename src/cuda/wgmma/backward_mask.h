@@ -19,7 +19,7 @@ class KeyMask {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool in_use = key + 8 * half < work_tile.key_count;
-      first_[half] = (in_use ? diagonal + 8 * half - work_tile.high : kFar) - lane_row;
+      first_[half] = (in_use ? diagonal + 8 * half - work_tile.high : kMaxRow) - lane_row;
     }
   }
 

@@ -9,7 +9,7 @@ namespace tilewise::cuda::wgmma {
 inline constexpr int kRowThreads = 256;
 
 // Heads vary fastest, because their rows are neighbours in memory. Grids have fewer than 2^31 CTAs,
-// so 32 bits suffice for everything except the first row of a ragged sequence.
+// so 32 bits suffice for everything except the first row of a varlen sequence.
 struct RowBlock {
   int32_t head;
   int32_t batch;  // -1: nothing to do

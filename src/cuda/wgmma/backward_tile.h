@@ -9,7 +9,8 @@
 
 namespace tilewise::cuda::wgmma {
 
-inline constexpr int32_t kFar = 1 << 30;
+// Larger than every row and key of a sequence.
+inline constexpr int32_t kMaxRow = 1 << 30;
 
 // Gradients of keys are laid out like k and v, or with one row per key of each sequence
 // (tilewise_gradients).
@@ -75,7 +76,7 @@ struct DescriptorBuilder {
     r.row_batch_index = static_cast<int32_t>(sequence.batch_index);
     // If the sequence ends where the tensor ends, TMA reads zeros past its last row.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
-    r.valid_rows = ends ? kFar : static_cast<int32_t>(rows);
+    r.valid_rows = ends ? kMaxRow : static_cast<int32_t>(rows);
   }
 
   TILEWISE_DEVICE void set_keys(TileDescriptor& r, Range peer_keys) const {
@@ -100,14 +101,14 @@ struct DescriptorBuilder {
 
   TILEWISE_DEVICE void set_band(TileDescriptor& r) const {
     const Band& band = sequence.band;
-    r.low = static_cast<int32_t>(clamp(band.shift() - band.left, -kFar, kFar));
-    r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kFar, kFar));
+    r.low = static_cast<int32_t>(clamp(band.shift() - band.left, -kMaxRow, kMaxRow));
+    r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kMaxRow, kMaxRow));
     r.rows = static_cast<int32_t>(band.rows);
     r.keys = static_cast<int32_t>(band.keys);
     const Range all = keys.size() == kKeys ? band.rows_of_all(keys) : Range{};
     if (all.empty()) return;
     // Rows past the last one need no mask, because their P is 0.
-    const int64_t end = all.end == band.rows ? int64_t{kFar} : all.end - kQueries + 1;
+    const int64_t end = all.end == band.rows ? int64_t{kMaxRow} : all.end - kQueries + 1;
     r.unmasked_begin = static_cast<int32_t>(all.begin);
     r.unmasked_end = static_cast<int32_t>(end);
   }

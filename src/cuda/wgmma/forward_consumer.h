@@ -453,7 +453,7 @@ class ForwardConsumer {
     if (recomputes && (p_.nan_may_leak || ptx::any(grown)) &&
         ptx::any(!outputs_are_finite(work_tile, at, o_, epilogue.l)) && work_tile.sequence.fits)
         [[unlikely]]
-      NanRecompute<C>::note(p_, thread() / ptx::kWarpSize, work_tile.index, recompute_head_);
+      NanRecompute<C>::add_to_list(p_, thread() / ptx::kWarpSize, work_tile.index, recompute_head_);
     if (work_tile.splits > 1) [[unlikely]] {
       if constexpr (C::kGeneral)
         store_partial(p_, work_tile, at, o_, epilogue.rows);

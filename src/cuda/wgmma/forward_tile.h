@@ -33,8 +33,8 @@ struct WarpgroupTiles {
     const int32_t first = clamp32(max(0, block.lower + row0) / step, block.first, last);
     const int32_t full_begin = max(first, (max(0, block.lower + row1) + step - 1) / step);
     const int32_t seen = max(0, min(block.keys, block.upper + row0));  // by the first row
-    const bool ends_at_once = seen == (last + 1) * step;
-    const int32_t full_end = ends_at_once ? last + 1 : max(0, seen - 1) / step;
+    const bool last_is_full = seen == (last + 1) * step;
+    const int32_t full_end = last_is_full ? last + 1 : max(0, seen - 1) / step;
     const TileKind kind = block.first > block.last ? TileKind::no_keys : TileKind::keys;
     return {kind, first, last, full_begin, full_end, block.last - last, first - block.first};
   }

@@ -38,10 +38,10 @@ class NanRecompute {
         warp_(uniform(warp)),
         score_mod_(ScoreMod::of(params.problem)) {}
 
-  // The work tiles in which a warp has rows to recompute form a list, from the last one back to the
-  // first: recompute_list, [tiles, consumer warps], holds the predecessor of each.
-  TILEWISE_DEVICE static void note(const TmaForwardParams& p, int warp, int32_t index,
-                                   int32_t& last) {
+  // The work tiles in which a warp has rows to recompute form a linked list, from the last one back
+  // to the first: recompute_list, [tiles, consumer warps], holds the predecessor of each.
+  TILEWISE_DEVICE static void add_to_list(const TmaForwardParams& p, int warp, int32_t index,
+                                          int32_t& last) {
     if (ptx::lane_index() == 0) p.recompute_list[list_index(index, warp)] = last;
     last = index;
   }
