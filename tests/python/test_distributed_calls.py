@@ -18,8 +18,8 @@ if not torch.distributed.is_gloo_available():
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
-from tilewise.distributed.allgather import span_of  # noqa: E402
 from tilewise.distributed.choice import visible_pairs  # noqa: E402
+from tilewise.distributed.keys import span_of  # noqa: E402
 from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
 METHODS = ("ulysses", "allgather")
@@ -225,41 +225,35 @@ def test_choice_by_cost(pool):
 
 def test_predicted_bytes_are_those_that_move(pool):
     def bytes_of(method, options):
-        results = pool.run(2, counted, method, options)
+        results = pool.run(3, counted, method, options)
         assert len({estimate for estimate, _ in results}) == 1
         return results[0][0], max(moved for _, moved in results)
 
     for method in METHODS:
-        predicted, moved = bytes_of(method, {"causal": True})
-        assert predicted == moved, method
+        for options in ({"causal": True}, {"window": (5, 2), "return_lse": True}, {}):
+            predicted, moved = bytes_of(method, options)
+            assert predicted == moved, (method, options)
 
 
 def counted(group, method, options):
-    """The predicted bytes of a call and those that the collectives receive from other ranks."""
-    import torch.distributed as dist
-
-    from tilewise.distributed import ranks
+    """The predicted bytes of a call and those that its exchanges receive from other ranks."""
+    from tilewise.distributed import allgather, exchange, ulysses
 
     q, k, v = own(group, tensors(rows=32))
     estimate = td.explain(q, k, v, group=group, **options).estimates[method].bytes
-    rank, total = dist.get_rank(group), 0
-    all_to_all, gather = dist.all_to_all_single, ranks.gather_equal
+    total = 0
 
-    def count_all_to_all(received, sent, to, of, group):
+    def start(table, published, received, ranks, what):
         nonlocal total
-        total += (received.numel() - to[rank]) * received.element_size()
-        return all_to_all(received, sent, to, of, group=group)
+        total += exchange.received_bytes(table, received, ranks)
+        return exchange.start(table, published, received, ranks, what)
 
-    def count_gather(received, sent, group):
-        nonlocal total
-        total += (received.numel() - sent.numel()) * received.element_size()
-        return gather(received, sent, group=group)
-
-    dist.all_to_all_single, ranks.gather_equal = count_all_to_all, count_gather
+    allgather.start = ulysses.start = start
     try:
-        td.attention(q, k, v, group=group, method=method, **options).sum().backward()
+        result = td.attention(q, k, v, group=group, method=method, **options)
+        sum(x.sum() for x in (result if options.get("return_lse") else (result,))).backward()
     finally:
-        dist.all_to_all_single, ranks.gather_equal = all_to_all, gather
+        allgather.start = ulysses.start = exchange.start
     return estimate, total
 
 
@@ -358,7 +352,7 @@ def test_a_rank_that_dies_before_the_backward():
             pipe.send((stop_before_the_backward, 2, ()))
         assert pool.pipes[0].poll(100), "rank 0 waits for a dead rank"
         good, text = pool.pipes[0].recv()
-        assert good and "rank 0 of 2 could not exchange the gradient of" in text
+        assert good and "rank 0 of 2 could not exchange k and v for the backward" in text
     finally:
         pool.close()
 

@@ -3,18 +3,25 @@
 Collectives whose arguments differ between ranks hang or move the wrong bytes. Each call therefore
 begins with an exchange of a 64-bit hash of its arguments and of three row counts. Only if the
 hashes differ do the ranks exchange the arguments themselves, and all of them raise.
+
+These numbers travel between hosts and never touch a GPU, so the host waits for the hosts of the
+other ranks, but no stream waits. A group without a backend for CPU tensors (NCCL alone) gets a gloo
+group of the same ranks beside it in its first call. The wait cannot be dropped: the rows of the
+whole sequence, which decide the size of every message, are known only when all ranks have told
+theirs, and a rank's own rows do not imply them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .ranks import Ranks, device_of, exchanging, gather_equal
+from .ranks import Ranks, exchanging, gather_equal
 
 NUMBERS = 3  # how many numbers every call sends, whichever function it is
 
@@ -54,7 +61,7 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[lis
         differ = any(row[0] != received[0][0] for row in received)
         calls: list[Any] = [(function, call.same)] * ranks.world
         if differ:
-            dist.all_gather_object(calls, (function, call.same), group=ranks.group)
+            dist.all_gather_object(calls, (function, call.same), group=_host_group(ranks))
     if refusal is not None:
         raise refusal
     if differ:
@@ -68,10 +75,39 @@ def _hash(function: str, same: dict[str, str]) -> int:
 
 
 def _exchange(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
-    sent = torch.tensor(numbers, dtype=torch.int64, device=device_of(ranks))
+    group = _host_group(ranks)
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     received = sent.new_empty(ranks.world * len(numbers))
-    gather_equal(received, sent, group=ranks.group)
+    gather_equal(received, sent, group=group)
     return received.view(ranks.world, len(numbers)).tolist()
+
+
+# By group: the gloo group beside it, or None where the group itself moves CPU tensors.
+_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _host_group(ranks: Ranks) -> Any:
+    """The group itself if it moves CPU tensors, else a gloo group of the same ranks."""
+    group: Any = ranks.group
+    if group not in _beside:
+        _beside[group] = None if _moves_cpu_tensors(group) else _new_host_group(group)
+    return _beside[group] or group
+
+
+def _moves_cpu_tensors(group: Any) -> bool:
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _new_host_group(group: Any) -> Any:
+    # NCCL sets up a group in its first collective, in which all ranks must take part; the exchanges
+    # of attention may leave out ranks that have nothing to send.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    members = dist.get_process_group_ranks(group)
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
 def _difference(calls: Sequence[tuple[str, dict[str, str]]]) -> str:

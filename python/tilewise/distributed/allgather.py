@@ -1,129 +1,180 @@
-"""Attention of this rank's rows over the keys and values of all ranks, which each rank gathers.
+"""Attention of this rank's rows over the keys and values of all ranks, which travel in groups of
+heads: while one group is computed, the keys of the next one come, and gradients of keys go back.
 
-Causal masks and windows are aligned bottom-right, so a run of consecutive rows is an ordinary call
-over the keys up to that of its last row. A rank has at most two runs. Every row sees all of its
-keys in one call, so no partial outputs are merged.
+A rank receives only keys that its rows see. Every row sees all of its keys in one call.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .layout import Run, Runs, gather, length, scatter_sum
-from .problem import Problem
+from .._ops import WANT_K, WANT_Q, WANT_V
+from .._options import Options
+from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
+from .exchange import Exchange, overlapped, rows_first, start
+from .keys import Bounds, Call, Sums, groups_of, key_plan, place
+from .layout import Runs, length
 from .ranks import Ranks, sum_dtype
-from .ulysses import call
+
+# A group of heads has at least this many tiles of 128 rows: about two for each multiprocessor.
+_TILES, _TILE_ROWS = 256, 128
 
 
-class Span(NamedTuple):
-    """The keys that a run of rows may see, and the window that limits each row to its own keys."""
-
-    begin: int
-    end: int
-    window: tuple[int | None, int | None]
+def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: torch.device) -> int:
+    """Into how many groups the heads are cut; `rows` are those of the whole sequence."""
+    tiles = rows // (2 * world * _TILE_ROWS) * batch * heads[0]
+    return groups_of(heads[1], tiles, _TILES if device.type == "cuda" else 0)
 
 
-def span_of(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> Span:
-    """The keys of a run of rows.
+class AllGather:
+    """See ``core.Method``; rows and keys are the runs of all ranks."""
 
-    Row i of the whole sequence is aligned with key i + size_k - size_q. In a call over the keys
-    before `end`, the last row of the run is aligned with key end - 1, which is `shift` keys too
-    far, so the window moves back by as many.
-    """
-    left, right = window
-    aligned = run[1] + size_k - size_q  # the end for which shift is 0
-    end = size_k if right is None else min(size_k, aligned + right)
-    if end <= 0 or run[0] == run[1]:
-        return Span(0, 0, (None, None))
-    shift = end - aligned
-    begin = 0 if left is None else max(0, run[0] + size_k - size_q - left)
-    return Span(
-        min(begin, end),
-        end,
-        (None if left is None else left + shift, None if right is None else right - shift),
-    )
+    def __init__(self, ranks: Ranks, rows: list[Runs], keys: list[Runs], window: Bounds) -> None:
+        self._ranks, self._local = ranks, Local()
+        self._plan = key_plan(ranks.rank, tuple(rows), tuple(keys), window)
+        self._rows = sum(map(length, rows))
 
+    def _groups(self, q: Tensor, k: Tensor) -> int:
+        heads = q.shape[2], k.shape[2]
+        return groups(self._rows, q.shape[0], heads, self._ranks.world, q.device)
 
-class Plan(NamedTuple):
-    """How keys are gathered and which of them each run of this rank's rows sees."""
+    def _loader(self, k: Tensor, v: Tensor, count: int, what: str) -> Any:
+        """Starts to gather the keys and values of one group: [B, keys, heads, columns]."""
+        published = [_grouped(x, count) for x in (k, v)]
+        keys = length(self._plan.intervals)
 
-    keys: list[Runs]
-    spans: tuple[Span, ...]
-    ranks: Ranks
+        def load(group: int) -> tuple[Exchange, tuple[Tensor, ...]]:
+            sent = [x[group] for x in published]
+            received = [x.new_empty((keys, *x.shape[1:])) for x in sent]
+            exchange = start(self._plan.gather, sent, received, self._ranks, what)
+            return exchange, tuple(x.transpose(0, 1) for x in received)
 
+        return load
 
-class GatherSpans(torch.autograd.Function):
-    """The spans of k, then those of v, as views of the tensors gathered from all ranks.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        batch, rows, heads, _ = q.shape
+        count = self._groups(q, k)
+        each = heads // count
+        out = q.new_empty((batch, rows, heads, v.shape[3]))
+        lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        parts: list[Tensor] = []  # lse as the backward takes it, per group and call
 
-    The backward adds the gradients of the spans in float32 or wider before it exchanges them, and
-    those of the ranks in rank order.
-    """
+        def compute(group: int, gathered: tuple[Tensor, ...]) -> None:
+            begin, end = group * each, (group + 1) * each
+            for call in self._plan.calls:
+                keys, values = (x[:, self._keys(call)] for x in gathered)
+                own = slice(*call.rows)
+                result = self._local.forward(
+                    q[:, own, begin:end], keys, values, self._options(options, call, begin, end)
+                )
+                out[:, own, begin:end] = result.out
+                lse[:, begin:end, own] = result.lse
+                parts.append(result.state[-1])
 
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Gathers k and v."""
-        ctx.plan = plan
-        results: list[Tensor] = []
-        for x, what in ((k, "k"), (v, "v")):
-            whole = gather(x, 1, plan.keys, plan.ranks, what)
-            results += [whole[:, span.begin : span.end] for span in plan.spans]
-        return tuple(results)
+        overlapped(count, self._loader(k, v, count, "k and v"), compute, lambda *_: None)
+        return Result(out, lse, [q, k, v, out, *parts])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Adds the gradients of this rank's keys."""
-        plan, runs = ctx.plan, len(ctx.plan.spans)
-        size = sum(length(keys) for keys in plan.keys)
-        results: list[Tensor | None] = [None]
-        for at, what in ((0, "k"), (1, "v")):
-            if not ctx.needs_input_grad[1 + at]:
-                results.append(None)
-                continue
-            own = grads[at * runs : (at + 1) * runs]
-            batch, _, heads, columns = own[0].shape
-            dtype = own[0].dtype
-            # Rows come first, because the exchange sends runs of them.
-            whole = own[0].new_zeros((size, batch, heads, columns), dtype=sum_dtype(dtype))
-            for span, grad in zip(plan.spans, own, strict=True):
-                whole[span.begin : span.end] += grad.transpose(0, 1)
-            total = scatter_sum(whole, 0, plan.keys, plan.ranks, f"the gradient of {what}")
-            results.append(total.to(dtype).transpose(0, 1))
-        return tuple(results)
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        q, k, v, out, *parts = state
+        count, calls = self._groups(q, k), self._plan.calls
+        each, each_kv = q.shape[2] // count, k.shape[2] // count
+        results = no_sums(options, wanted)
+        for at, x, bit in ((0, q, WANT_Q), (1, k, WANT_K), (2, v, WANT_V)):
+            if wanted & bit:
+                results[at] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dq = results[0]
+        moving = wanted & (WANT_K | WANT_V)
 
+        def compute(group: int, gathered: tuple[Tensor, ...]) -> tuple[Exchange, Any] | None:
+            begin, end = group * each, (group + 1) * each
+            sent: list[Tensor] = []
+            for number, call in enumerate(calls):
+                keys, values = (x[:, self._keys(call)] for x in gathered)
+                own = slice(*call.rows)
+                tensors = [q[:, own, begin:end], keys, values, out[:, own, begin:end],
+                           parts[group * len(calls) + number]]  # fmt: skip
+                grads = self._local.backward(
+                    tensors, dout[:, own, begin:end],
+                    None if dlse is None else dlse[:, begin:end, own],
+                    self._options(options, call, begin, end), wanted,
+                )  # fmt: skip
+                if dq is not None:
+                    dq[:, own, begin:end] = grads[0]
+                add_of_heads(results, grads, begin, end)
+                _add_bias(results[3], grads[3], call, begin, end)
+                for x in grads[1:3]:  # one that is not wanted has no columns, so nothing moves
+                    size = call.span.end - call.span.begin
+                    sent.append(k.new_empty((size, 0)) if x is None else rows_first(x))
+            return self._return(sent) if moving else None
 
-def why_not(p: Problem) -> str:
-    """The argument that this method cannot compute exactly, or an empty string."""
-    if p.request.alibi_slopes is not None and p.request.window[1] != 0:
-        # The penalty counts from the aligned key, which moves with the end of the keys.
-        return "alibi_slopes is given without causal=True"
-    return ""
+        def finish(group: int, received: list[Tensor]) -> None:
+            begin, end = group * each_kv, (group + 1) * each_kv
+            for target, parts in zip(results[1:3], received, strict=True):
+                if target is not None:
+                    _sum(parts, self._plan.sums, target[:, :, begin:end])
 
+        load = self._loader(k, v, count, "k and v for the backward")
+        overlapped(count, load, compute, finish)
+        return results
 
-def attend(p: Problem) -> tuple[Tensor, Tensor | None]:
-    """This rank's rows of out [B, rows, Hq, Dv] and, if requested, lse [B, Hq, rows]."""
-    runs = p.rows[p.ranks.rank]
-    spans = tuple(span_of(run, p.size_q, p.size_k, p.request.window) for run in runs)
-    parts = GatherSpans.apply(Plan(p.keys, spans, p.ranks), p.k, p.v)
-    bias = p.bias
-    if bias is not None and bias.shape[3] == 1:
-        bias = bias.expand(*bias.shape[:3], p.size_k)
-    results, at = [], 0
-    for index, (run, span) in enumerate(zip(runs, spans, strict=True)):
-        rows = slice(at, at + run[1] - run[0])
-        at = rows.stop
-        own_bias = None
+    def _return(self, sent: list[Tensor]) -> tuple[Exchange, list[Tensor]]:
+        """Starts to send the gradients of the keys of all calls to their ranks."""
+        rows = sum(s.parts * (s.rows[1] - s.rows[0]) for s in self._plan.sums)
+        full = all(s.covered for s in self._plan.sums)
+        received = []
+        for like in sent[:2]:
+            new = like.new_empty if full else like.new_zeros
+            received.append(new((rows, *like.shape[1:])))
+        table = self._plan.scatter
+        return start(table, sent, received, self._ranks, "the gradients of k and v"), received
+
+    def _keys(self, call: Call) -> slice:
+        begin = place(self._plan.intervals, call.span.begin)
+        return slice(begin, begin + call.span.end - call.span.begin)
+
+    def _options(self, options: Options, call: Call, begin: int, end: int) -> Options:
+        """The options of one call with the heads from `begin` to before `end`."""
+        options = of_heads(options, begin, end)
+        left, right = call.span.window
+        bias = options.bias
         if bias is not None:
-            own_bias = bias[:, :, rows] if p.bias_has_rows else bias
-            own_bias = own_bias[..., span.begin : span.end]
-        request = p.request._replace(window=span.window, bias=own_bias)
-        keys, values = parts[index], parts[len(runs) + index]
-        results.append(call(p.q[:, rows], keys, values, request))
-    out = torch.cat([result[0] for result in results], 1)
-    if not p.request.return_lse:
-        return out, None
-    return out, torch.cat([result[1] for result in results], 2)
+            bias = bias[:, :, slice(*call.rows)] if bias.shape[2] > 1 else bias
+            bias = bias[..., call.span.begin : call.span.end]
+        return options._replace(
+            bias=bias,
+            window_left=-1 if left is None else left,
+            window_right=-1 if right is None else right,
+        )
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[B, rows, H, columns] as contiguous [groups, rows, B, H / groups, columns]."""
+    return x.unflatten(2, (groups, -1)).permute(2, 1, 0, 3, 4).contiguous()
+
+
+def _sum(received: Tensor, sums: tuple[Sums, ...], target: Tensor) -> None:
+    """Adds the parts of each run of keys in float32 or wider, in the order of ranks and calls."""
+    for s in sums:
+        own, size = target[:, slice(*s.rows)], s.rows[1] - s.rows[0]
+        if s.parts == 0:
+            own.zero_()
+            continue
+        parts = received.narrow(0, s.at, s.parts * size).unflatten(0, (s.parts, size))
+        total = parts[0] if s.parts == 1 else parts.sum(0, dtype=sum_dtype(parts.dtype))
+        own.copy_(total.transpose(0, 1))
+
+
+def _add_bias(sums: Tensor | None, grad: Tensor | None, call: Call, begin: int, end: int) -> None:
+    """Adds the gradient of the part of the bias that a call has used."""
+    if sums is None or grad is None:
+        return
+    part = sums[:, begin:end] if sums.shape[1] > 1 else sums
+    part = part[:, :, slice(*call.rows)] if sums.shape[2] > 1 else part
+    part[..., call.span.begin : call.span.end] += grad

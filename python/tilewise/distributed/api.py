@@ -6,17 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _check
+from .. import _check, api
 from .._check import Window
 from .._request import Request
-from . import allgather, choice, ulysses
+from . import choice
+from .attend import attend
 from .choice import Choice
 from .layout import check_layout
 from .problem import check_method, prepare
 from .ranks import ranks_of
-from .ulysses import call
-
-_ATTEND = {"ulysses": ulysses.attend, "allgather": allgather.attend}
 
 
 def attention(
@@ -72,10 +70,11 @@ def attention(
     if ranks.world == 1:
         check_layout(layout)
         check_method(method)
-        results = call(q, k, v, request, tensor_layout)
-        return results if return_lse else results[0]
+        options = request._asdict()
+        del options["check"]  # an option of attention_varlen
+        return api.attention(q, k, v, **options, layout=tensor_layout)
     p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
-    out, lse = _ATTEND[choice.choose(p, method).method](p)
+    out, lse = attend(p, choice.choose(p, method).method)
     if _check.heads_first(tensor_layout):
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -1,16 +1,15 @@
 """Which method a call uses: a model of the bytes, messages and products of the busiest rank.
 
-The model assumes that exchanges and products do not overlap, as in the present code. Its speeds are
-assumptions, not measurements: they only have to order two methods of one call.
+The first group of heads travels before anything is computed; the other groups travel meanwhile. The
+speeds are assumptions, not measurements: they only have to order the methods of one call.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from . import allgather
+from . import allgather, ulysses
+from .keys import moved_keys
 from .layout import Run, lengths
 from .problem import METHODS, Problem
 from .ulysses import key_heads, query_heads
@@ -67,7 +66,7 @@ def choose(p: Problem, method: str) -> Choice:
     """
     if p.ranks.world == 1:
         return Choice("local", "one rank has the whole sequence", {}, {})
-    why = allgather.why_not(p)
+    why = _why_not_allgather(p)
     refused = {"allgather": why} if why else {}
     if method in refused:
         raise ValueError(
@@ -80,6 +79,14 @@ def choose(p: Problem, method: str) -> Choice:
     best = min(possible, key=lambda name: estimates[name].seconds)
     reason = "the lower predicted time" if len(possible) > 1 else "the only exact one"
     return Choice(best, reason, estimates, refused)
+
+
+def _why_not_allgather(p: Problem) -> str:
+    """The argument that this method cannot compute exactly, or an empty string."""
+    if p.request.alibi_slopes is not None and p.request.window[1] != 0:
+        # The penalty counts from the aligned key, which moves with the end of the keys.
+        return "alibi_slopes is given without causal=True"
+    return ""
 
 
 def visible_pairs(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> int:
@@ -101,13 +108,17 @@ def _clipped(first: int, last: int, most: int) -> int:
     return (begin + end - 1) * (end - begin) // 2 + above * most
 
 
-def _estimate(p: Problem, received: float, messages: int, pairs_heads: float) -> Estimate:
+def _estimate(
+    p: Problem, received: float, messages: int, pairs_heads: float, groups: int
+) -> Estimate:
     columns = p.q.shape[3] + p.v.shape[3]
     # The backward has 5 products for the forward's 2.
     flops = 2.0 * columns * p.q.shape[0] * pairs_heads * (3.5 if p.differentiable else 1.0)
-    # The group decides, not this rank's tensors, so that all ranks choose the same.
-    speeds = GPU if "nccl" in str(dist.get_backend(p.ranks.group)) else CPU
-    seconds = received / speeds.bytes + messages * speeds.message + flops / speeds.flops
+    speeds = GPU if p.q.device.type == "cuda" else CPU  # the ranks agree on the device
+    moving = received / speeds.bytes + messages * speeds.message
+    computing = flops / speeds.flops
+    # The first group of heads travels before anything is computed.
+    seconds = moving / groups + max(moving * (groups - 1) / groups, computing)
     return Estimate(received, messages, flops, seconds)
 
 
@@ -117,7 +128,7 @@ def _ulysses(p: Problem) -> Estimate:
     of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
     rows, keys, copies = lengths(p.rows), lengths(p.keys), sum(of_kv)
     d, dv = p.q.shape[3], p.v.shape[3]
-    worst = 0
+    worst = 0.0
     for rank in range(world):
         other_rows, other_keys = p.size_q - rows[rank], p.size_k - keys[rank]
         other_heads = heads_q - of_q[rank]
@@ -126,22 +137,29 @@ def _ulysses(p: Problem) -> Estimate:
         if p.differentiable:
             total += other_rows * of_q[rank] * dv + rows[rank] * other_heads * d  # dout, dq
             total += keys[rank] * (copies - of_kv[rank]) * (d + dv)  # dk, dv
-        worst = max(worst, total)
-    received = float(worst * p.q.shape[0] * p.q.element_size())
-    messages = (8 if p.differentiable else 4) * (world - 1)
+        size = float(total * p.q.element_size())
+        if p.request.return_lse:  # lse and its gradient, in float32
+            size += 4.0 * rows[rank] * other_heads
+            size += 4.0 * other_rows * of_q[rank] if p.differentiable else 0.0
+        worst = max(worst, size)
+    groups = ulysses.groups(p.size_q, p.q.shape[0], p.heads, world, p.q.device)
+    messages = (4 if p.differentiable else 2) * groups * (world - 1)
     pairs = visible_pairs((0, p.size_q), p.size_q, p.size_k, p.request.window)
-    return _estimate(p, received, messages, pairs * max(of_q))
+    return _estimate(p, worst * p.q.shape[0], messages, pairs * max(of_q), groups)
 
 
 def _allgather(p: Problem) -> Estimate:
     world, (heads_q, heads_kv) = p.ranks.world, p.heads
-    keys = lengths(p.keys)
     columns = p.q.shape[0] * heads_kv * (p.q.shape[3] + p.v.shape[3])
-    received = float((p.size_k - min(keys)) * columns * p.q.element_size())
-    if p.differentiable:
-        received += max(keys) * (world - 1) * columns * 4.0  # in float32
+    moved = [
+        moved_keys(rank, tuple(p.rows), tuple(p.keys), p.request.window) for rank in range(world)
+    ]
+    rows = max(2 * to + back if p.differentiable else to for to, back in moved)
+    received = float(rows * columns * p.q.element_size())
     pairs = max(
         sum(visible_pairs(run, p.size_q, p.size_k, p.request.window) for run in own)
         for own in p.rows
     )
-    return _estimate(p, received, (4 if p.differentiable else 2) * (world - 1), pairs * heads_q)
+    groups = allgather.groups(p.size_q, p.q.shape[0], p.heads, world, p.q.device)
+    messages = (3 if p.differentiable else 1) * groups * (world - 1)
+    return _estimate(p, received, messages, pairs * heads_q, groups)

@@ -164,7 +164,7 @@ def _same(
     given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
              "alibi_slopes": request.alibi_slopes}  # fmt: skip
     rows_at = {"q": 1, "k": 1, "v": 1, "bias": 2}
-    same: dict[str, str] = {"window with causal": str(window)}
+    same: dict[str, str] = {"window with causal": str(window), "device": tensors[0].device.type}
     for name, x in given.items():
         if x is None:
             same[name] = "None"

@@ -51,13 +51,6 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
     return Ranks(group, rank, dist.get_world_size(group))
 
 
-def device_of(ranks: Ranks) -> torch.device:
-    """The device of tensors that every backend of the group can move."""
-    if "nccl" in str(dist.get_backend(ranks.group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 @contextlib.contextmanager
 def exchanging(what: str, ranks: Ranks) -> Iterator[None]:
     """Says which exchange failed if the backend reports that another rank is gone."""

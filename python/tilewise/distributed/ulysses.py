@@ -1,25 +1,33 @@
 """Attention over all rows for some of the heads on each rank (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 An all-to-all exchange turns "some rows of all heads" into "all rows of some heads", and another one
-turns the result back. Attention itself is one ordinary call, so every option keeps its meaning.
+turns the result back. Attention itself is one ordinary call per group of heads, so every option
+keeps its meaning. While one group is computed, the next one comes and the previous one goes back.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import api
-from .._request import Request
-from .layout import Gather, Runs, cut, join, length
-from .problem import Problem
-from .ranks import Ranks, all_to_all, sum_dtype
+from .._ops import WANT_K, WANT_Q, WANT_V
+from .._options import Options
+from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
+from .exchange import Exchange, Piece, Table, overlapped, rows_first, start, table_of
+from .keys import groups_of
+from .layout import Gather, Runs, length
+from .ranks import Ranks, sum_dtype
 
 Heads: TypeAlias = tuple[int, ...]
+
+# A group of heads has at least this many tiles of 128 rows: about two for each multiprocessor.
+_TILES, _TILE_ROWS = 256, 128
 
 
 def query_heads(heads: int, world: int) -> list[Heads]:
@@ -40,148 +48,356 @@ def key_heads(own: Heads, group: int) -> Heads:
     return tuple(of_query[::shared]) if own else ()
 
 
-class Exchange(NamedTuple):
-    """How one tensor [B, rows, heads, columns] is exchanged."""
+class HeadPlan(NamedTuple):
+    """The heads of each rank in each group: ``heads[group][rank]``."""
 
-    rows: list[Runs]  # of each rank
-    heads: list[Heads]  # of each rank; a head may occur several times
+    heads: tuple[tuple[Heads, ...], ...]
     total: int  # how many different heads there are
-    what: str
+
+    @property
+    def regular(self) -> int:
+        """How many consecutive heads each rank has in each group if ranks have equally many, each
+        head is in one place and the groups of a rank are consecutive; else 0.
+        """
+        each = len(self.heads[0][0])
+        expected = [
+            tuple(range((rank * len(self.heads) + group) * each,
+                        (rank * len(self.heads) + group + 1) * each))
+            for group in range(len(self.heads)) for rank in range(len(self.heads[0]))
+        ]  # fmt: skip
+        return each if expected == [heads for ranks in self.heads for heads in ranks] else 0
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a head is in several places."""
+        return sum(len(heads) for ranks in self.heads for heads in ranks) > self.total
 
 
-def rows_to_heads(x: Tensor, plan: Exchange, ranks: Ranks) -> Tensor:
-    """Exchanges this rank's rows of all heads for all rows of this rank's heads."""
-    pieces = [x[:, :, list(heads)] for heads in plan.heads]
-    own = len(plan.heads[ranks.rank])
-    shapes = [(x.shape[0], length(rows), own, x.shape[3]) for rows in plan.rows]
-    return join(all_to_all(pieces, shapes, ranks, plan.what), 1, plan.rows)
-
-
-def heads_to_rows(y: Tensor, plan: Exchange, ranks: Ranks) -> Tensor:
-    """Exchanges all rows of this rank's heads for this rank's rows of all heads.
-
-    Pieces that several ranks send for the same head are added in float32 or wider, in rank order.
-    """
-    pieces = [cut(y, 1, rows) for rows in plan.rows]
-    rows = length(plan.rows[ranks.rank])
-    shapes = [(y.shape[0], rows, len(heads), y.shape[3]) for heads in plan.heads]
-    parts = all_to_all(pieces, shapes, ranks, plan.what)
-    if [head for heads in plan.heads for head in heads] == list(range(plan.total)):
-        return torch.cat(parts, 2)
-    shape = (y.shape[0], rows, plan.total, y.shape[3])
-    total = y.new_zeros(shape, dtype=sum_dtype(y.dtype))
-    for heads, part in zip(plan.heads, parts, strict=True):
-        for at, head in enumerate(heads):
-            total[:, :, head] += part[:, :, at]
-    return total.to(y.dtype)
-
-
-class ToHeads(torch.autograd.Function):
-    """``rows_to_heads`` of several tensors, whose backwards run together and in one order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, ranks: Ranks, plans: tuple[Exchange, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        """See ``rows_to_heads``."""
-        ctx.plan = ranks, plans
-        return tuple(rows_to_heads(x, plan, ranks) for x, plan in zip(tensors, plans, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """See ``heads_to_rows``."""
-        ranks, plans = ctx.plan
-        results: list[Tensor | None] = [None, None]
-        for needed, grad, plan in zip(ctx.needs_input_grad[2:], grads, plans, strict=True):
-            plan = plan._replace(what=f"the gradient of {plan.what}")
-            results.append(heads_to_rows(grad, plan, ranks) if needed else None)
-        return tuple(results)
-
-
-class ToRows(torch.autograd.Function):
-    """``heads_to_rows`` of out and, if there is one, of lse [B, rows, heads, 1]."""
-
-    @staticmethod
-    def forward(ctx: Any, ranks: Ranks, plan: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See ``heads_to_rows``."""
-        ctx.plan = ranks, plan
-        return tuple(heads_to_rows(x, plan, ranks) for x in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """See ``rows_to_heads``. Gradients that are not given are exchanged as zeros."""
-        ranks, plan = ctx.plan
-        plan = plan._replace(what=f"the gradient of {plan.what}")
-        return None, None, *(rows_to_heads(grad, plan, ranks) for grad in grads)
-
-
-def attend(p: Problem) -> tuple[Tensor, Tensor | None]:
-    """This rank's rows of out [B, rows, Hq, Dv] and, if requested, lse [B, Hq, rows]."""
-    ranks = p.ranks
-    heads_q, heads_kv = p.heads
-    of_q = query_heads(heads_q, ranks.world)
+@lru_cache(maxsize=64)
+def head_plans(heads_q: int, heads_kv: int, world: int, groups: int) -> tuple[HeadPlan, HeadPlan]:
+    """The plans of the query heads and of the key heads."""
+    of_q = query_heads(heads_q, world)
     of_kv = [key_heads(own, heads_q // heads_kv) for own in of_q]
-    own = of_q[ranks.rank]
-    plans = (
-        Exchange(p.rows, of_q, heads_q, "q"),
-        Exchange(p.keys, of_kv, heads_kv, "k"),
-        Exchange(p.keys, of_kv, heads_kv, "v"),
-    )
-    bias = None if p.bias is None else _bias(p, p.bias, of_q)
-    q, k, v = ToHeads.apply(ranks, plans, p.q, p.k, p.v)
-    first, last = (own[0], own[-1] + 1) if own else (0, 0)
-    slopes, sinks = p.request.alibi_slopes, p.request.sinks
-    request = p.request._replace(
-        bias=bias,
-        sinks=None if sinks is None else sinks[first:last],
-        alibi_slopes=None if slopes is None else slopes[..., first:last],
-    )
-    if own:
-        results = call(q, k, v, request)
-    else:
-        results = _nothing((q, k, v), request)
-    plan = Exchange(p.rows, of_q, heads_q, "out")
-    if not request.return_lse:
-        return ToRows.apply(ranks, plan, results[0])[0], None
-    lse = results[1].transpose(1, 2).unsqueeze(3)
-    out, lse = ToRows.apply(ranks, plan, results[0], lse)
-    return out, lse.squeeze(3).transpose(1, 2)
+    cut_q, cut_kv = [], []
+    for group in range(groups):
+        q, kv = [], []
+        for own, keys in zip(of_q, of_kv, strict=True):
+            begin, end = (len(keys) * i // groups for i in (group, group + 1))
+            shared = len(own) // len(keys) if own else 0
+            q.append(own[begin * shared : end * shared])
+            kv.append(keys[begin:end])
+        cut_q.append(tuple(q))
+        cut_kv.append(tuple(kv))
+    return HeadPlan(tuple(cut_q), heads_q), HeadPlan(tuple(cut_kv), heads_kv)
 
 
-def call(
-    q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bshd"
-) -> tuple[Tensor, ...]:
-    """``tilewise.attention`` as a tuple of out and, if requested, lse."""
-    options = request._asdict()
-    del options["check"]  # an option of attention_varlen
-    result = api.attention(q, k, v, **options, layout=layout)
-    return result if request.return_lse else (result,)
+def packed(x: Tensor, plan: HeadPlan) -> list[list[Tensor]]:
+    """The heads of x [B, rows, H, columns] for each group and rank: [rows, B, heads, columns]."""
+    groups, world, each = len(plan.heads), len(plan.heads[0]), plan.regular
+    if each:
+        # One kernel copies everything.
+        y = x.unflatten(2, (world, groups, each)).permute(3, 2, 1, 0, 4, 5).contiguous()
+        return [list(y[group].unbind(0)) for group in range(groups)]
+    return [[rows_first(_pick(x, heads)) for heads in ranks] for ranks in plan.heads]
 
 
-def _nothing(tensors: tuple[Tensor, ...], request: Request) -> tuple[Tensor, ...]:
-    """The results of a rank without heads, which still takes part in the exchanges of the backward.
+def _slices(heads: Heads) -> Iterator[tuple[int, int, int]]:
+    """(place, begin, end) of each run of consecutive heads."""
+    at = 0
+    while at < len(heads):
+        end = at + 1
+        while end < len(heads) and heads[end] == heads[end - 1] + 1:
+            end += 1
+        yield at, heads[at], heads[end - 1] + 1
+        at = end
 
-    Their sum with the empty inputs connects them with the inputs' graph.
+
+def _pick(x: Tensor, heads: Heads) -> Tensor:
+    parts = [x[:, :, begin:end] for _, begin, end in _slices(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else x[:, :, :0]
+
+
+class Unpacked:
+    """A tensor [B, rows, H, columns] that is filled from the heads of the ranks, group by group.
+
+    Parts of a head from several places are added in float32 or wider, in their order.
     """
-    q, _, v = tensors
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, plan: HeadPlan
+    ) -> None:
+        batch, self._rows, _, columns = shape
+        self._plan, self._dtype = plan, dtype
+        self._rooms: dict[int, Tensor] = {}
+        self._whole = torch.empty((batch, self._rows, plan.total, columns), dtype=dtype,
+                                  device=device)  # fmt: skip
+        if plan.repeated:
+            self._whole = torch.zeros_like(self._whole, dtype=sum_dtype(dtype))
+
+    def room(self, group: int) -> list[Tensor]:
+        """Tensors that receive the group's heads of each rank: [rows, B, heads, columns]."""
+        batch, _, _, columns = self._whole.shape
+        counts = [len(heads) for heads in self._plan.heads[group]]
+        sizes = [self._rows * batch * count * columns for count in counts]
+        whole = self._whole.new_empty((sum(sizes),), dtype=self._dtype)
+        self._rooms[group] = whole
+        return [
+            part.view(self._rows, batch, count, columns)
+            for part, count in zip(whole.split(sizes), counts, strict=True)
+        ]
+
+    def take(self, group: int, received: Sequence[Tensor]) -> None:
+        """Takes what ``room`` has received."""
+        whole, room = self._whole, self._rooms.pop(group)
+        batch, rows, _, columns = whole.shape
+        groups, world = len(self._plan.heads), len(received)
+        if each := self._plan.regular:
+            target = whole.unflatten(2, (world, groups, each))[:, :, :, group]
+            target.copy_(room.view(world, rows, batch, each, columns).permute(2, 1, 0, 3, 4))
+            return
+        for heads, part in zip(self._plan.heads[group], received, strict=True):
+            for at, begin, end in _slices(heads):
+                piece = part[:, :, at : at + end - begin].transpose(0, 1)
+                own = whole[:, :, begin:end]
+                _ = own.add_(piece) if self._plan.repeated else own.copy_(piece)
+
+    def result(self) -> Tensor:
+        """The tensor."""
+        return self._whole.to(self._dtype)
+
+
+@lru_cache(maxsize=256)
+def tables(rank: int, runs: tuple[tuple[Runs, ...], ...]) -> tuple[Table, Table]:
+    """How tensors with these runs on each rank move from rows to heads, and back.
+
+    On the side of the rows, tensor i has one part per rank r, with the index i * ranks + r.
+    """
+    world = len(runs[0])
+    ranks = Ranks(None, rank, world)
+
+    def to_heads(source: int, target: int) -> Iterator[Piece]:
+        for item, of_ranks in enumerate(runs):
+            at = 0
+            for begin, end in of_ranks[source]:
+                yield Piece(item * world + target, at, item, begin, end - begin)
+                at += end - begin
+
+    def to_rows(source: int, target: int) -> Iterator[Piece]:
+        for item, of_ranks in enumerate(runs):
+            at = 0
+            for begin, end in of_ranks[target]:
+                yield Piece(item, begin, item * world + source, at, end - begin)
+                at += end - begin
+
+    return table_of(ranks, to_heads), table_of(ranks, to_rows)
+
+
+def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: torch.device) -> int:
+    """Into how many groups the heads of a rank are cut; `rows` are those of the whole sequence."""
+    of_ranks = query_heads(heads[0], world)
+    most = max(len(key_heads(own, heads[0] // heads[1])) for own in of_ranks)
+    tiles = rows // _TILE_ROWS * batch * max(map(len, of_ranks))
+    return groups_of(most, tiles, _TILES if device.type == "cuda" else 0)
+
+
+class Ulysses:
+    """See ``core.Method``; rows and keys are the runs of all ranks. `inner` computes the heads."""
+
+    def __init__(
+        self, ranks: Ranks, rows: Sequence[Runs], keys: Sequence[Runs], inner: Method,
+        return_lse: bool,
+    ) -> None:  # fmt: skip
+        self._ranks, self._inner, self._return_lse = ranks, inner, return_lse
+        self._rows, self._keys = tuple(rows), tuple(keys)
+        self._sizes: list[int] = []  # how many tensors of the state each group has
+        self._shapes: list[torch.Size] = []  # of q, k and v
+
+    def _plans(self, x: Tensor) -> tuple[HeadPlan, HeadPlan]:
+        (batch, _, heads, _), (_, _, heads_kv, _), _ = self._shapes
+        rows, world = sum(map(length, self._rows)), self._ranks.world
+        count = groups(rows, batch, (heads, heads_kv), world, x.device)
+        return head_plans(heads, heads_kv, world, count)
+
+    def _load(
+        self, tensors: Sequence[list[list[Tensor]]], runs: Sequence[tuple[Runs, ...]],
+        plans: Sequence[HeadPlan], what: str,
+    ) -> Any:  # fmt: skip
+        """Starts to exchange the rows of one group for heads: [rows of all, B, heads, columns]."""
+        table = tables(self._ranks.rank, tuple(runs))[0]
+        sizes = [sum(map(length, of_ranks)) for of_ranks in runs]
+
+        def load(group: int) -> tuple[Exchange, list[Tensor]]:
+            sent = [part for x in tensors for part in x[group]]
+            received = []
+            for x, size, plan in zip(tensors, sizes, plans, strict=True):
+                like, heads = x[group][0], len(plan.heads[group][self._ranks.rank])
+                shape = (size, like.shape[1], heads, *like.shape[3:])
+                received.append(like.new_empty(shape))
+            exchange = start(table, sent, received, self._ranks, what)
+            return exchange, [x.transpose(0, 1) for x in received]
+
+        return load
+
+    def _store(
+        self, group: int, results: Sequence[Tensor | None], runs: Sequence[tuple[Runs, ...]],
+        targets: Sequence[Unpacked | None], what: str,
+    ) -> tuple[Exchange, Any]:  # fmt: skip
+        """Starts to send heads back to the ranks of their rows."""
+        sent, received, used = [], [], []
+        for x, target, of_ranks in zip(results, targets, runs, strict=True):
+            if target is not None and x is not None:
+                sent.append(rows_first(x))
+                received.append(target.room(group))
+                used.append(of_ranks)
+        table = tables(self._ranks.rank, tuple(used))[1]
+        flat = [part for parts in received for part in parts]
+        return start(table, sent, flat, self._ranks, what), received
+
+    def _own(self, plan: HeadPlan, group: int) -> tuple[int, int]:
+        own = plan.heads[group][self._ranks.rank]
+        return (own[0], own[-1] + 1) if own else (0, 0)
+
+    def _options(self, options: Options, plan: HeadPlan, group: int) -> Options:
+        """The options of a group; the bias has the heads of this rank only."""
+        begin, end = self._own(plan, group)
+        bias = options.bias
+        if bias is not None and bias.shape[1] > 1:
+            first = query_heads(plan.total, self._ranks.world)[self._ranks.rank][0]
+            bias = bias[:, begin - first : end - first]
+        return of_heads(options._replace(bias=None), begin, end)._replace(bias=bias)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        self._shapes, self._sizes = [q.shape, k.shape, v.shape], []
+        plan_q, plan_kv = self._plans(q)
+        plans = (plan_q, plan_kv, plan_kv)
+        batch, rows, heads, _ = q.shape
+        outs = Unpacked((batch, rows, heads, v.shape[3]), q.dtype, q.device, plan_q)
+        lses = None
+        if self._return_lse:
+            lses = Unpacked((batch, rows, heads, 1), torch.float32, q.device, plan_q)
+        state: list[Tensor] = []
+
+        def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any]:
+            result = _nothing(*x)
+            if x[0].shape[2]:
+                result = self._inner.forward(
+                    x[0], x[1], x[2], self._options(options, plan_q, group)
+                )
+            self._sizes.append(len(result.state))
+            state.extend(result.state)
+            lse = result.lse.transpose(1, 2).unsqueeze(3)
+            runs = (self._rows, self._rows)
+            return self._store(group, (result.out, lse), runs, (outs, lses), "out")
+
+        tensors = [packed(x, plan) for x, plan in zip((q, k, v), plans, strict=True)]
+        load = self._load(tensors, (self._rows, self._keys, self._keys), plans, "q, k and v")
+        overlapped(len(plan_q.heads), load, compute, _taker((outs, lses)))
+        lse = q.new_empty(0) if lses is None else lses.result().squeeze(3).transpose(1, 2)
+        return Result(outs.result(), lse, state)
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        plan_q, plan_kv = self._plans(dout)
+        plans = (plan_q, plan_kv, plan_kv)
+        results = no_sums(options, wanted)
+        targets = [
+            Unpacked(shape, dout.dtype, dout.device, plan) if wanted & bit else None
+            for shape, plan, bit in zip(self._shapes, plans, (WANT_Q, WANT_K, WANT_V), strict=True)
+        ]
+        starts = [sum(self._sizes[:group]) for group in range(len(self._sizes) + 1)]
+        of_tensors = (self._rows, self._keys, self._keys)
+
+        def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any] | None:
+            own = state[starts[group] : starts[group + 1]]
+            if own:
+                dlse = x[1].squeeze(3).transpose(1, 2) if len(x) > 1 else None
+                part = self._options(options, plan_q, group)
+                grads = self._inner.backward(own, x[0], dlse, part, wanted)
+                begin, end = self._own(plan_q, group)
+                add_of_heads(results, grads, begin, end)
+                self._add_bias(results[3], grads[3], begin, end)
+            else:
+                grads = [
+                    self._no_heads(shape, runs, dout)
+                    for shape, runs in zip(self._shapes, of_tensors, strict=True)
+                ]
+            if not any(targets):
+                return None
+            return self._store(group, grads[:3], of_tensors, targets, "the gradients of q, k and v")
+
+        given = [dout] if dlse is None else [dout, dlse.transpose(1, 2).unsqueeze(3)]
+        tensors = [packed(x, plan_q) for x in given]
+        load = self._load(tensors, [self._rows] * len(given), [plan_q] * len(given),
+                          "the gradient of out")  # fmt: skip
+        overlapped(len(plan_q.heads), load, compute, _taker([x for x in targets if x]))
+        results[:3] = [None if x is None else x.result() for x in targets]
+        return results
+
+    def _no_heads(self, shape: torch.Size, runs: Sequence[Runs], like: Tensor) -> Tensor:
+        return like.new_empty((shape[0], sum(map(length, runs)), 0, shape[3]))
+
+    def _add_bias(self, sums: Tensor | None, grad: Tensor | None, begin: int, end: int) -> None:
+        if sums is not None and grad is not None:
+            first = query_heads(self._shapes[0][2], self._ranks.world)[self._ranks.rank][0]
+            part = sums[:, begin - first : end - first] if sums.shape[1] > 1 else sums
+            part += grad
+
+
+def _taker(targets: Sequence[Unpacked | None]) -> Any:
+    used = [target for target in targets if target is not None]
+
+    def finish(group: int, received: Sequence[Sequence[Tensor]]) -> None:
+        for target, parts in zip(used, received, strict=True):
+            target.take(group, parts)
+
+    return finish
+
+
+def _nothing(q: Tensor, _k: Tensor, v: Tensor) -> Result:
+    """The result of no heads."""
     batch, rows = q.shape[:2]
-    inputs = (*tensors, request.bias, request.sinks, request.scale)
-    connected = sum(x.sum() for x in inputs if isinstance(x, Tensor))
-    out = (v.new_zeros((batch, rows, 0, v.shape[3])) + connected).to(v.dtype)
-    lse = (q.new_zeros((batch, 0, rows), dtype=torch.float32) + connected).float()
-    return (out, lse) if request.return_lse else (out,)
+    lse = q.new_empty((batch, 0, rows), dtype=torch.float32)
+    return Result(q.new_empty((batch, rows, 0, v.shape[3])), lse, [])
 
 
-def _bias(p: Problem, bias: Tensor, of_q: list[Heads]) -> Tensor:
-    """The bias of all rows and of this rank's heads."""
+def own_bias(bias: Tensor, by_rows: bool, heads: int, ranks: Ranks, rows: list[Runs]) -> Tensor:
+    """The bias of all rows and of this rank's heads, from one for this rank's rows if `by_rows`."""
+    own = query_heads(heads, ranks.world)[ranks.rank]
     by_head = bias.shape[1] > 1
-    if not p.bias_has_rows:
-        own = of_q[p.ranks.rank]
+    if not by_rows:
         return bias[:, own[0] : own[-1] + 1] if own and by_head else bias
     if not by_head:
-        return Gather.apply(bias, 2, p.rows, p.ranks, "bias")
-    plan = Exchange(p.rows, of_q, bias.shape[1], "bias")
-    (whole,) = ToHeads.apply(p.ranks, (plan,), bias.transpose(1, 2))
-    return whole.transpose(1, 2)
+        return Gather.apply(bias, 2, rows, ranks, "bias")
+    return BiasToHeads.apply(bias, ranks, tuple(rows))
+
+
+class BiasToHeads(torch.autograd.Function):
+    """Exchanges the rows of a bias [B, H, rows, keys] for this rank's heads; and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, ranks: Ranks, rows: tuple[Runs, ...]) -> Tensor:
+        """Returns [B, heads of this rank, rows of all, keys]."""
+        plan = head_plans(bias.shape[1], bias.shape[1], ranks.world, 1)[0]
+        ctx.plan = ranks, rows, plan, bias.shape
+        x = bias.transpose(1, 2)
+        parts = packed(x, plan)[0]
+        like, own = parts[0], len(plan.heads[0][ranks.rank])
+        whole = like.new_empty((sum(map(length, rows)), like.shape[1], own, like.shape[3]))
+        start(tables(ranks.rank, (rows,))[0], parts, [whole], ranks, "bias").wait()
+        return whole.permute(1, 2, 0, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dbias: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of this rank's rows."""
+        ranks, rows, plan, (batch, heads, own, keys) = ctx.plan
+        target = Unpacked((batch, own, heads, keys), dbias.dtype, dbias.device, plan)
+        room = target.room(0)
+        sent = dbias.permute(2, 0, 1, 3).contiguous()
+        table = tables(ranks.rank, (rows,))[1]
+        start(table, [sent], room, ranks, "the gradient of bias").wait()
+        target.take(0, room)
+        return target.result().transpose(1, 2), None, None

@@ -1,0 +1,133 @@
+"""What a method computes: out and lse of this rank's rows, and the gradients, without autograd.
+
+Methods nest: one that exchanges calls another, or the operator itself, for what it has received.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import _ops
+from .._ops import WANT_BIAS, WANT_K, WANT_Q, WANT_SCALE, WANT_SINKS, WANT_V
+from .._options import Options, contiguous_columns, has_lse_low
+
+Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
+
+
+class Result(NamedTuple):
+    """out [B, rows, Hq, Dv], lse [B, Hq, rows] and the tensors that the backward needs."""
+
+    out: Tensor
+    lse: Tensor
+    state: list[Tensor]
+
+
+class Method(Protocol):
+    """Attention of q [B, rows, Hq, D] to k [B, keys, Hkv, D] and v, by whatever exchanges."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, /) -> Result:
+        """Computes out and lse."""
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """Computes the gradients whose bits are in `wanted`, with the options of the forward."""
+
+
+class Local:
+    """The operator."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
+        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.writes_lse_low(q))
+        return Result(out, lse[0] if has_lse_low(lse, q) else lse, [q, k, v, out, lse])
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        if dlse is not None:
+            dlse = contiguous_columns(dlse)
+        dout = contiguous_columns(dout)
+        grads = _ops.call_backward(dout, dlse, *state, *options, wanted)
+        bits = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
+        return [x if wanted & bit else None for x, bit in zip(grads, bits, strict=True)]
+
+
+def of_heads(options: Options, begin: int, end: int) -> Options:
+    """The options of the query heads from `begin` to before `end`."""
+    bias, slopes, sinks = options.bias, options.alibi_slopes, options.sinks
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias[:, begin:end]
+    return options._replace(
+        bias=bias,
+        alibi_slopes=None if slopes is None else slopes[..., begin:end],
+        sinks=None if sinks is None else sinks[begin:end],
+    )
+
+
+def no_sums(options: Options, wanted: int) -> Gradients:
+    """Gradients of zero for bias, sinks and scale, to which those of parts are added."""
+    like = ((options.bias, WANT_BIAS), (options.sinks, WANT_SINKS),
+            (options.scale_tensor, WANT_SCALE))  # fmt: skip
+    sums = [
+        x.new_zeros(x.shape, dtype=torch.float32) if x is not None and wanted & bit else None
+        for x, bit in like
+    ]
+    return [None, None, None, *sums]
+
+
+def add_of_heads(sums: Gradients, grads: Gradients, begin: int, end: int) -> None:
+    """Adds the gradients of the sinks and the scale that the heads from `begin` on have got."""
+    sinks, scale = sums[4], sums[5]
+    if sinks is not None and grads[4] is not None:
+        sinks[begin:end] += grads[4]
+    if scale is not None and grads[5] is not None:
+        scale += grads[5]
+
+
+class Attend(torch.autograd.Function):
+    """A method with autograd: out and, if wanted, lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, method: Method, options: Options, return_lse: bool, q: Tensor, k: Tensor,
+        v: Tensor, bias: Tensor | None, sinks: Tensor | None, scale: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """Computes out and lse."""
+        given = options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
+        out, lse, state = method.forward(q, k, v, given)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*state, bias, sinks, scale)
+        ctx.method, ctx.options, ctx.return_lse = method, options, return_lse
+        ctx.shape = out.shape, out.dtype, out.device
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        """Computes all gradients. Another rank may have gradients of its rows of out and of lse, so
+        this rank takes part even if it has none.
+        """
+        *state, bias, sinks, scale = ctx.saved_tensors
+        options = ctx.options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
+        shape, dtype, device = ctx.shape
+        if dout is None:
+            dout = torch.zeros(shape, dtype=dtype, device=device)
+        if dlse is None and ctx.return_lse:
+            batch, rows, heads, _ = shape
+            dlse = torch.zeros((batch, heads, rows), device=device)
+        bits = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
+        needs = ctx.needs_input_grad[3:]
+        wanted = sum(bit for bit, needed in zip(bits, needs, strict=True) if needed)
+        if wanted & WANT_BIAS and any(bias.stride(i) == 0 and bias.shape[i] > 1 for i in range(3)):
+            options = options._replace(bias=bias.contiguous())
+        grads = ctx.method.backward(state, dout, dlse, options, wanted)
+        if grads[3] is not None:
+            grads[3] = grads[3].to(bias.dtype)
+        return None, None, None, *grads

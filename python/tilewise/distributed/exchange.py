@@ -1,0 +1,139 @@
+"""Tables of what moves between ranks, and the transport that moves it while a rank computes.
+
+A table lists pieces of the first dimension of tensors. The tensors that a rank publishes and those
+in which it receives are contiguous, so each piece is one message, which arrives in its place. All
+ranks derive their tables from the same facts, and so agree on sizes and order without exchanging
+them. Tensors without columns move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .ranks import Ranks, exchanging
+
+
+class Piece(NamedTuple):
+    """Rows that move from a published tensor of one rank to a receiving tensor of another."""
+
+    source: int  # the index of the published tensor
+    begin: int  # the first row there
+    target: int  # the index of the receiving tensor
+    at: int  # the first row there
+    rows: int
+
+
+class Table(NamedTuple):
+    """What one rank sends to and receives from each rank, itself included."""
+
+    sends: tuple[tuple[Piece, ...], ...]
+    receives: tuple[tuple[Piece, ...], ...]
+
+
+def table_of(ranks: Ranks, pieces: Callable[[int, int], Iterator[Piece]]) -> Table:
+    """The table of this rank from ``pieces(source rank, target rank)``."""
+
+    def some(source: int, target: int) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces(source, target) if piece.rows > 0)
+
+    return Table(
+        tuple(some(ranks.rank, peer) for peer in range(ranks.world)),
+        tuple(some(peer, ranks.rank) for peer in range(ranks.world)),
+    )
+
+
+class Exchange:
+    """Messages on their way; ``wait`` before the received tensors are read."""
+
+    def __init__(self, works: list[Any], kept: tuple[Any, ...], ranks: Ranks, what: str) -> None:
+        self._works = works
+        self._kept = kept  # tensors must not be freed while messages are on their way
+        self._ranks, self._what = ranks, what
+
+    def wait(self) -> None:
+        """Makes the current stream wait on a GPU, and the host wait on a CPU."""
+        with exchanging(self._what, self._ranks):
+            for work in self._works:
+                work.wait()
+        self._works, self._kept = [], ()
+
+
+def start(
+    table: Table, published: Sequence[Tensor], received: Sequence[Tensor], ranks: Ranks, what: str
+) -> Exchange:
+    """Starts the exchange of a table; every rank must start its exchanges in the same order."""
+    operations: list[Any] = []
+    with exchanging(what, ranks):
+        for peer in range(ranks.world):
+            if peer == ranks.rank:
+                continue
+            for p in table.sends[peer]:
+                rows = published[p.source].narrow(0, p.begin, p.rows)
+                if rows.numel():
+                    operations.append(_message(dist.isend, rows, peer, ranks))
+            for p in table.receives[peer]:
+                rows = received[p.target].narrow(0, p.at, p.rows)
+                if rows.numel():
+                    operations.append(_message(dist.irecv, rows, peer, ranks))
+        works = dist.batch_isend_irecv(operations) if operations else []
+    for p in table.receives[ranks.rank]:
+        rows = published[p.source].narrow(0, p.begin, p.rows)
+        received[p.target].narrow(0, p.at, p.rows).copy_(rows)
+    return Exchange(works, (tuple(published), tuple(received)), ranks, what)
+
+
+def _message(operation: Any, rows: Tensor, peer: int, ranks: Ranks) -> Any:
+    return dist.P2POp(operation, rows, group=ranks.group, group_peer=peer)
+
+
+def received_bytes(table: Table, received: Sequence[Tensor], ranks: Ranks) -> int:
+    """The bytes that an exchange receives from other ranks."""
+    total = 0
+    for peer, pieces in enumerate(table.receives):
+        for p in pieces if peer != ranks.rank else ():
+            whole = received[p.target]
+            total += p.rows * (whole.numel() // whole.shape[0]) * whole.element_size()
+    return total
+
+
+def overlapped(
+    count: int,
+    load: Callable[[int], tuple[Exchange, Any]],
+    compute: Callable[[int, Any], tuple[Exchange, Any] | None],
+    finish: Callable[[int, Any], None],
+) -> None:
+    """Runs `count` steps, with the exchanges of their neighbours under way while each computes.
+
+    Args:
+        count: The number of steps, the same on all ranks.
+        load: Starts the exchange that step i needs; returns it and what it receives.
+        compute: Computes step i from what was received, and starts the exchange of its results;
+            returns that exchange and what it receives, or None.
+        finish: Uses what came back of step i.
+    """
+    loading = load(0) if count else None
+    storing: tuple[int, Exchange, Any] | None = None
+    for i in range(count):
+        assert loading is not None
+        exchange, inputs = loading
+        following = load(i + 1) if i + 1 < count else None
+        exchange.wait()
+        started = compute(i, inputs)
+        del inputs
+        if storing is not None:
+            storing[1].wait()
+            finish(storing[0], storing[2])
+        storing = None if started is None else (i, *started)
+        loading = following
+    if storing is not None:
+        storing[1].wait()
+        finish(storing[0], storing[2])
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """[B, rows, ...] as contiguous [rows, B, ...], so that runs of rows are contiguous."""
+    return x.transpose(0, 1).contiguous()
