@@ -19,7 +19,7 @@ from .keys import Bounds, Call, Sums, groups_of, key_plan, place
 from .layout import Runs, length
 from .ranks import Ranks, sum_dtype
 
-# A group of heads has at least this many tiles of 128 rows: about two for each multiprocessor.
+# A group of heads has at least this many tiles of 128 rows: about two per SM.
 _TILES, _TILE_ROWS = 256, 128
 
 

@@ -1,4 +1,4 @@
-"""Tables of what moves between ranks, and the transport that moves it while a rank computes.
+"""Tables of pieces that move between ranks, and the transport that moves it while a rank computes.
 
 A table lists pieces of the first dimension of tensors. The tensors that a rank publishes and those
 in which it receives are contiguous, so each piece is one message, which arrives in its place. All
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What one rank sends to and receives from each rank, itself included."""
+    """The pieces that one rank sends to and receives from each rank, itself included."""
 
     sends: tuple[tuple[Piece, ...], ...]
     receives: tuple[tuple[Piece, ...], ...]
@@ -47,11 +47,11 @@ def table_of(ranks: Ranks, pieces: Callable[[int, int], Iterator[Piece]]) -> Tab
 
 
 class Exchange:
-    """Messages on their way; ``wait`` before the received tensors are read."""
+    """Messages in flight; ``wait`` before the received tensors are read."""
 
     def __init__(self, works: list[Any], kept: tuple[Any, ...], ranks: Ranks, what: str) -> None:
         self._works = works
-        self._kept = kept  # tensors must not be freed while messages are on their way
+        self._kept = kept  # tensors must not be freed while messages are in flight
         self._ranks, self._what = ranks, what
 
     def wait(self) -> None:

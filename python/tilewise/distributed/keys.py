@@ -1,4 +1,4 @@
-"""Which keys the rows of each rank see, and where those keys and their gradients move.
+"""The keys that the rows of each rank see, and the way of those keys and their gradients.
 
 Causal masks and windows are aligned bottom-right, so a run of consecutive rows is an ordinary call
 over the keys up to that of its last row. A rank has at most two runs per sequence. Every row sees

@@ -26,7 +26,7 @@ from .ranks import Ranks, sum_dtype
 
 Heads: TypeAlias = tuple[int, ...]
 
-# A group of heads has at least this many tiles of 128 rows: about two for each multiprocessor.
+# A group of heads has at least this many tiles of 128 rows: about two per SM.
 _TILES, _TILE_ROWS = 256, 128
 
 
