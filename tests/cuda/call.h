@@ -107,11 +107,11 @@ struct Call {
     p.window_right = random.coin() ? random.pick<int64_t>({0, 0, 3, 20}) : -1;
   }
 
-  std::vector<int32_t> running_sum(int64_t most) {
+  std::vector<int32_t> running_sum(int64_t maximum) {
     std::vector<int32_t> sum = {0};
     for (int64_t b = 0; b < p.batch; ++b)
       sum.push_back(sum.back() +
-                    static_cast<int32_t>(random.rarely() ? 0 : random.between(0, most)));
+                    static_cast<int32_t>(random.rarely() ? 0 : random.between(0, maximum)));
     return sum;
   }
 
@@ -252,16 +252,16 @@ struct Call {
   }
 
   int64_t max_rows() const {
-    int64_t most = p.cu_seqlens_q == nullptr ? p.seqlen_q : 0;
+    int64_t maximum = p.cu_seqlens_q == nullptr ? p.seqlen_q : 0;
     for (int64_t b = 0; b < p.batch; ++b)
-      most = std::max(most, tilewise::sequence_of(p, b).band.rows);
-    return most;
+      maximum = std::max(maximum, tilewise::sequence_of(p, b).band.rows);
+    return maximum;
   }
   int64_t max_keys() const {
-    int64_t most = p.cu_seqlens_k == nullptr ? tilewise::key_capacity(p) : 0;
+    int64_t maximum = p.cu_seqlens_k == nullptr ? tilewise::key_capacity(p) : 0;
     for (int64_t b = 0; b < p.batch; ++b)
-      most = std::max(most, tilewise::sequence_of(p, b).band.keys);
-    return most;
+      maximum = std::max(maximum, tilewise::sequence_of(p, b).band.keys);
+    return maximum;
   }
 
   // A bias that may be broadcast over batch, heads and rows, and its gradient.

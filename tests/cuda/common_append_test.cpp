@@ -155,7 +155,7 @@ void expect_near(const std::vector<T>& a, const std::vector<T>& b, const char* w
   }
 }
 
-TYPED_TEST(CommonAppend, AsTheCpu) {
+TYPED_TEST(CommonAppend, AgreesWithTheCpu) {
   int64_t launches = 0;
   for (uint32_t seed = 0; seed < 400; ++seed) {
     AppendCall<TypeParam> cpu(seed), gpu(seed);

@@ -15,7 +15,7 @@ namespace {
 namespace common = tilewise::cuda::common;
 using cuda_test::Call;
 
-std::string of_cpu(const tilewise::Problem& p) {
+std::string cpu_sentence(const tilewise::Problem& p) {
   try {
     tilewise::capi::check_index_arrays(p);
   } catch (const tilewise::capi::Refusal& refusal) {
@@ -24,7 +24,7 @@ std::string of_cpu(const tilewise::Problem& p) {
   return "";
 }
 
-std::string of_gpu(const tilewise::Problem& p, const tilewise::Gradients* g = nullptr) {
+std::string gpu_sentence(const tilewise::Problem& p, const tilewise::Gradients* g = nullptr) {
   tilewise::IndexFault report;
   std::memset(static_cast<void*>(&report), 0x5a, sizeof(report));
   try {
@@ -65,12 +65,12 @@ TEST(CommonCheck, FindsWhatTheCpuFinds) {
   for (uint32_t seed = 0; seed < 700; ++seed) {
     Call<float> call(seed, {20, 20, 8, seed % 3 == 0 ? 40 : 4});
     if (tilewise::has_uniform_sequences(call.p)) continue;
-    ASSERT_EQ(of_gpu(call.p), "") << "seed " << seed;
+    ASSERT_EQ(gpu_sentence(call.p), "") << "seed " << seed;
     for (int64_t i = call.random.between(0, 3); i > 0; --i) damage(call);
     if (call.random.rarely()) call.p.max_seqlen_q = call.random.between(1, 25);
     if (call.random.rarely()) call.p.max_seqlen_k = call.random.between(1, 25);
-    const std::string expected = of_cpu(call.p);
-    ASSERT_EQ(of_gpu(call.p), expected) << "seed " << seed;
+    const std::string expected = cpu_sentence(call.p);
+    ASSERT_EQ(gpu_sentence(call.p), expected) << "seed " << seed;
     (expected.empty() ? valid : faults) += 1;
   }
   EXPECT_GT(faults, 150);
@@ -87,15 +87,15 @@ TEST(CommonCheck, LengthsOfPages) {
   p.pages = 4;
   p.block_table = table.data();
   p.cu_seqlens_k = cu.data();
-  EXPECT_NE(of_cpu(p), "");
-  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  EXPECT_NE(cpu_sentence(p), "");
+  EXPECT_EQ(gpu_sentence(p), cpu_sentence(p));
   cu[2] = 14;
-  EXPECT_EQ(of_gpu(p), "");
+  EXPECT_EQ(gpu_sentence(p), "");
   table[3] = 4;
-  EXPECT_NE(of_cpu(p), "");
-  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  EXPECT_NE(cpu_sentence(p), "");
+  EXPECT_EQ(gpu_sentence(p), cpu_sentence(p));
   cu[2] = 9;  // the last page is no longer in use
-  EXPECT_EQ(of_gpu(p), "");
+  EXPECT_EQ(gpu_sentence(p), "");
 }
 
 TEST(CommonCheck, ManySequencesAndPages) {
@@ -107,16 +107,16 @@ TEST(CommonCheck, ManySequencesAndPages) {
   std::vector<int32_t> table(static_cast<size_t>(p.batch * 70), 3), used(1200, 139);
   p.block_table = table.data();
   p.seqused_k = used.data();
-  EXPECT_EQ(of_gpu(p), "");
+  EXPECT_EQ(gpu_sentence(p), "");
   table[70 * 900 + 69] = 9;
   table[70 * 900 + 68] = -1;
   table[70 * 1100] = -1;
-  EXPECT_NE(of_cpu(p), "");
-  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  EXPECT_NE(cpu_sentence(p), "");
+  EXPECT_EQ(gpu_sentence(p), cpu_sentence(p));
   used[901] = 141;  // a later fault than the page
-  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  EXPECT_EQ(gpu_sentence(p), cpu_sentence(p));
   used[899] = 141;
-  EXPECT_EQ(of_gpu(p), of_cpu(p));
+  EXPECT_EQ(gpu_sentence(p), cpu_sentence(p));
 }
 
 // Nothing is added to the graph, and the caller is told what to change.
@@ -188,13 +188,15 @@ TEST(CommonCheck, ExtentOfDbias) {
   g.dbias_stride_row = 10;
   g.dbias_keys = 7;
   g.dbias_rows = 6;
-  EXPECT_EQ(of_gpu(p, &g), "");
+  EXPECT_EQ(gpu_sentence(p, &g), "");
   g.dbias_rows = 5;
-  EXPECT_EQ(of_gpu(p, &g), "dbias_rows is 5: sequence 1 has 6 rows, so it must be at least that");
+  EXPECT_EQ(gpu_sentence(p, &g),
+            "dbias_rows is 5: sequence 1 has 6 rows, so it must be at least that");
   g.dbias_stride_row = 0;
-  EXPECT_EQ(of_gpu(p, &g), "");
+  EXPECT_EQ(gpu_sentence(p, &g), "");
   g.dbias_keys = 6;
-  EXPECT_EQ(of_gpu(p, &g), "dbias_keys is 6: sequence 0 has 7 keys, so it must be at least that");
+  EXPECT_EQ(gpu_sentence(p, &g),
+            "dbias_keys is 6: sequence 0 has 7 keys, so it must be at least that");
 }
 
 }  // namespace

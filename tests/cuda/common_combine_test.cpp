@@ -15,7 +15,7 @@ using cuda_test::kNaN;
 using tilewise::Sequence;
 using tilewise::to_float;
 
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Partial results, one after the other, each with its columns and lse. Splits that saw no key have
 // lse -inf and uninitialised columns.
@@ -23,13 +23,13 @@ struct Partials {
   int64_t columns;
   std::vector<float> out, lse;
 
-  template <class Nothing>
-  Partials(cuda_test::Random& random, int64_t rows, int64_t of_row, const Nothing& saw_nothing)
-      : columns(of_row) {
+  template <class SeesNoKey>
+  Partials(cuda_test::Random& random, int64_t rows, int64_t columns_, const SeesNoKey& sees_no_key)
+      : columns(columns_) {
     for (int64_t i = 0; i < rows; ++i) {
-      const bool nothing = random.rarely() || saw_nothing(i);
-      lse.push_back(nothing ? kNothing : 8.0f * random.normal());
-      for (int64_t c = 0; c < columns; ++c) out.push_back(nothing ? kNaN : random.normal());
+      const bool no_key = random.rarely() || sees_no_key(i);
+      lse.push_back(no_key ? kMinusInfinity : 8.0f * random.normal());
+      for (int64_t c = 0; c < columns; ++c) out.push_back(no_key ? kNaN : random.normal());
     }
   }
 
@@ -56,14 +56,14 @@ void compare(const Call<T>& call, const Partials& partials, const Sequence& s, i
     const auto at =
         static_cast<size_t>(s.lse_offset(p.lse_stride_batch, i) + head * p.lse_stride_head);
     if (sum == 0.0)
-      ASSERT_EQ(call.lse[at], kNothing);
+      ASSERT_EQ(call.lse[at], kMinusInfinity);
     else
       ASSERT_NEAR(call.lse[at], std::log(sum), 1e-6 * std::max(1.0, std::abs(std::log(sum))));
   }
   for (int64_t c = 0; c < p.head_dim_v; ++c) {
     double expected = 0.0;
     for (const size_t partial : partial_rows) {
-      if (partials.lse[partial] == kNothing) continue;
+      if (partials.lse[partial] == kMinusInfinity) continue;
       expected +=
           std::exp(static_cast<double>(partials.lse[partial])) / sum *
           partials.out[partial * static_cast<size_t>(partials.columns) + static_cast<size_t>(c)];
@@ -136,8 +136,8 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfATile) {
   for (uint32_t seed = 0; seed < 1200; ++seed) {
     Call<TypeParam> call(seed, {50, 10, 140, 3});
     const tilewise::Problem& p = call.p;
-    const bool shape_says_rows = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
-    if (!shape_says_rows || p.head_dim_v % 8 != 0 || p.batch * p.seqlen_q == 0) continue;
+    const bool rows_follow_from_shape = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
+    if (!rows_follow_from_shape || p.head_dim_v % 8 != 0 || p.batch * p.seqlen_q == 0) continue;
     ++problems;
     if (problems % 7 == 0) call.p.lse = nullptr;
     tilewise::cuda::ForwardParams params{};
@@ -147,31 +147,31 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfATile) {
     params.order.heads = static_cast<int32_t>(p.heads_q);
     params.order.sequences = static_cast<int32_t>(p.batch);
     const int32_t tiles = params.order.tiles * params.order.heads * params.order.sequences;
-    tilewise::cuda::StreamKTail& shares = params.stream_k;
-    shares.tiles = static_cast<int32_t>(call.random.between(1, tiles));
-    shares.first = tiles - shares.tiles;
+    tilewise::cuda::StreamKTail& tail = params.stream_k;
+    tail.tiles = static_cast<int32_t>(call.random.between(1, tiles));
+    tail.first = tiles - tail.tiles;
     const auto key_tiles = static_cast<int32_t>(call.random.between(1, 90));
-    shares.key_tiles = key_tiles;
-    shares.key_tiles_per_cta = static_cast<int32_t>(
-        call.random.between(tilewise::ceil_div(key_tiles, shares.kMaxShares - 1), key_tiles));
-    shares.columns = static_cast<int32_t>(p.head_dim_v + call.random.pick({0, 8, 64}));
-    Partials partials(call.random, shares.num_results() * kRowTile, shares.columns,
+    tail.key_tiles = key_tiles;
+    tail.key_tiles_per_cta = static_cast<int32_t>(
+        call.random.between(tilewise::ceil_div(key_tiles, tail.kMaxShares - 1), key_tiles));
+    tail.columns = static_cast<int32_t>(p.head_dim_v + call.random.pick({0, 8, 64}));
+    Partials partials(call.random, tail.num_results() * kRowTile, tail.columns,
                       [](int64_t) { return false; });
     partials.give_to(params);
     tilewise::cuda::launch(common::tensor_kernels(p.dtype).combine(params),
                            common::combine_blocks(params), nullptr, params);
     int64_t used = 0;
-    for (int32_t tile = 0; tile < shares.tiles; ++tile) {
-      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(shares.first + tile);
+    for (int32_t tile = 0; tile < tail.tiles; ++tile) {
+      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(tail.first + tile);
       const Sequence s = tilewise::sequence_of(p, at.sequence);
       const int64_t first = int64_t{at.tile} * kRowTile;
       const int64_t rows = std::min<int64_t>(kRowTile, p.seqlen_q - first);
       used += rows;
       for (int64_t r = 0; r < rows; ++r) {
         std::vector<size_t> partial_rows;
-        for (int32_t partial = 0; partial < shares.shares_of(tile); ++partial)
+        for (int32_t partial = 0; partial < tail.shares_of(tile); ++partial)
           partial_rows.push_back(static_cast<size_t>(
-              shares.result_index(shares.first_block(tile) + partial, tile) * kRowTile + r));
+              tail.result_index(tail.first_block(tile) + partial, tile) * kRowTile + r));
         compare(call, partials, s, first + r, at.head, partial_rows);
       }
     }

@@ -25,7 +25,7 @@ class Oracle {
   // Writes out and lse of the call, then sums the gradients.
   void run() {
     dbias.assign(call_.dbias.size(), 0.0);
-    size = dbias;
+    magnitude = dbias;
     dsinks.assign(static_cast<size_t>(p_.heads_q), 0.0);
     for (int64_t b = 0; b < p_.batch; ++b) {
       const Sequence s = tilewise::sequence_of(p_, b);
@@ -36,7 +36,7 @@ class Oracle {
 
   std::vector<double> dbias, dsinks;
   // Sums of the absolute terms of dbias: terms may cancel, but their rounding errors do not.
-  std::vector<double> size;
+  std::vector<double> magnitude;
 
  private:
   double score(const Sequence& s, int64_t h, int64_t i, int64_t j) const {
@@ -109,7 +109,7 @@ class Oracle {
                                           h * g_.dbias_stride_head + i * g_.dbias_stride_row + j);
       const double dp = kept(j) * value_product(s, h, i, j);
       dbias[at] += weight * (dp - delta);
-      size[at] += weight * (std::abs(dp) + std::abs(delta));
+      magnitude[at] += weight * (std::abs(dp) + std::abs(delta));
     }
   }
 
@@ -118,12 +118,12 @@ class Oracle {
   const tilewise::Gradients& g_;
 };
 
-double tolerance(double size) { return 1.2e-6 * std::max(1.0, size); }
+double tolerance(double magnitude) { return 1.2e-6 * std::max(1.0, magnitude); }
 
 double largest(const std::vector<double>& x) {
-  double most = 1.0;
-  for (double value : x) most = std::max(most, std::abs(value));
-  return most;
+  double maximum = 1.0;
+  for (double value : x) maximum = std::max(maximum, std::abs(value));
+  return maximum;
 }
 
 template <class T>
@@ -167,10 +167,10 @@ TYPED_TEST(CommonGradients, DbiasSumsOverBroadcastDimensions) {
         ASSERT_TRUE(std::isnan(call.dbias[i])) << "seed " << seed << ", element " << i;
         continue;
       }
-      ASSERT_NEAR(call.dbias[i], oracle.dbias[i], tolerance(oracle.size[i]))
+      ASSERT_NEAR(call.dbias[i], oracle.dbias[i], tolerance(oracle.magnitude[i]))
           << "seed " << seed << ", " << i;
-      error =
-          std::max(error, std::abs(call.dbias[i] - oracle.dbias[i]) / tolerance(oracle.size[i]));
+      error = std::max(error,
+                       std::abs(call.dbias[i] - oracle.dbias[i]) / tolerance(oracle.magnitude[i]));
     }
   }
   std::printf("largest error: %.2f of what is allowed\n", error);

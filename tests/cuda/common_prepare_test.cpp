@@ -46,17 +46,18 @@ TEST(CommonPrepare, OrdersSequencesLongestFirst) {
   for (const int64_t batch : {0, 1, 2, 31, 32, 33, 500, 513, 3000}) {
     cuda_test::Random random{std::mt19937(static_cast<uint32_t>(batch))};
     std::vector<int32_t> cu = {0};
-    const int64_t most = random.pick<int64_t>({40, 3000, 100000});
+    const int64_t longest = random.pick<int64_t>({40, 3000, 100000});
     for (int64_t b = 0; b < batch; ++b)
-      cu.push_back(cu.back() + static_cast<int32_t>(random.rarely() ? 0 : random.between(0, most)));
+      cu.push_back(cu.back() +
+                   static_cast<int32_t>(random.rarely() ? 0 : random.between(0, longest)));
     common::PrepareParams params;
     params.problem.batch = batch;
     params.problem.cu_seqlens_q = cu.data();
     params.problem.cu_seqlens_k = cu.data();
     params.problem.seqlen_q = params.problem.seqlen_k = cu.back();
-    for (const auto of : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
+    for (const auto counts : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
       std::vector<TileOrder::Entry> table(static_cast<size_t>(batch) + 1, {-7, -7});
-      params.order = {table.data(), of, 64, of == common::OrderTask::Counts::rows ? 3 : 1};
+      params.order = {table.data(), counts, 64, counts == common::OrderTask::Counts::rows ? 3 : 1};
       run(params);
       std::vector<int64_t> tiles;
       for (int64_t b = 0; b < batch; ++b) {
@@ -74,10 +75,10 @@ TEST(CommonPrepare, OrderCountsKeysInUse) {
     if (call.p.batch == 0) continue;
     common::PrepareParams params;
     params.problem = call.p;
-    for (const auto of : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
+    for (const auto counts : {common::OrderTask::Counts::rows, common::OrderTask::Counts::keys}) {
       std::vector<TileOrder::Entry> table(static_cast<size_t>(call.p.batch) + 1);
-      const bool keys = of == common::OrderTask::Counts::keys;
-      params.order = {table.data(), of, 8, keys ? 1 : 2};
+      const bool keys = counts == common::OrderTask::Counts::keys;
+      params.order = {table.data(), counts, 8, keys ? 1 : 2};
       run(params);
       std::vector<int64_t> tiles;
       for (int64_t b = 0; b < call.p.batch; ++b) {

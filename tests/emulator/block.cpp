@@ -186,12 +186,12 @@ void Block::run_block() {
   for (int i = 0; i < warp_count_; ++i) warps_[i] = Warp{.runnable = kAllLanes};
   clocks_.start(threads, clock_ + 1);
   for (int rank = 0; rank < launch_->cluster; ++rank) {
-    BlockState& f = *states_[static_cast<size_t>(rank)];
-    f.shared.start(launch_->shared_bytes, options_.check_races);
-    f.barriers.start(f.shared, rank);
-    f.named_barriers.start();
-    f.registers.start(launch_->threads);
-    f.at_barrier = 0;
+    BlockState& state = *states_[static_cast<size_t>(rank)];
+    state.shared.start(launch_->shared_bytes, options_.check_races);
+    state.barriers.start(state.shared, rank);
+    state.named_barriers.start();
+    state.registers.start(launch_->threads);
+    state.at_barrier = 0;
   }
   for (int i = 0; i < warp_count_; ++i) products_[i].start();
   note_cluster_barrier();
@@ -215,15 +215,15 @@ void Block::run_block() {
 // Describes what is wrong in a block whose threads have all exited; "" if nothing is.
 std::string Block::unfinished_work() const {
   for (int rank = 0; rank < launch_->cluster; ++rank) {
-    const BlockState& f = *states_[static_cast<size_t>(rank)];
-    const int overrun = f.shared.first_overrun();
+    const BlockState& state = *states_[static_cast<size_t>(rank)];
+    const int overrun = state.shared.first_overrun();
     if (overrun >= 0) {
       return text("byte %d of shared memory was written; the launch requested %d bytes", overrun,
                   launch_->shared_bytes);
     }
-    const std::string unfinished = f.barriers.unfinished();
+    const std::string unfinished = state.barriers.unfinished();
     if (!unfinished.empty()) return unfinished;
-    const std::string disagreement = f.registers.disagreement();
+    const std::string disagreement = state.registers.disagreement();
     if (!disagreement.empty()) return disagreement;
   }
   constexpr int kGroupWarps = 4;
@@ -404,14 +404,14 @@ void Block::wake(int thread) {
 }
 
 std::string Block::reason(const Wait& wait, int rank) const {
-  const BlockState& f = *states_[static_cast<size_t>(rank)];
+  const BlockState& state = *states_[static_cast<size_t>(rank)];
   switch (wait.kind) {
     case Wait::mbarrier:
-      return text("parity %d of the ", wait.parity) + f.barriers.describe(wait.which);
+      return text("parity %d of the ", wait.parity) + state.barriers.describe(wait.which);
     case Wait::named_barrier:
-      return f.named_barriers.describe(wait.which);
+      return state.named_barriers.describe(wait.which);
     case Wait::registers:
-      return f.registers.describe(wait.which);
+      return state.registers.describe(wait.which);
   }
   return "";
 }

@@ -183,7 +183,7 @@ TEST(Bulk, ReleaseWithUnfinishedStores) {
     });
   };
   EXPECT_EQ(set(true), "");
-  expect_part(set(false), "st_release while bulk copies of the thread may still be writing");
+  expect_contains(set(false), "st_release while bulk copies of the thread may still be writing");
 }
 
 TEST(Bulk, RefusesInvalidTensorMaps) {
@@ -196,7 +196,7 @@ TEST(Bulk, RefusesInvalidTensorMaps) {
       encode_tensor_map(map, shape);
       ADD_FAILURE() << "expected: " << why;
     } catch (const Fault& fault) {
-      expect_part(fault.what(), why);
+      expect_contains(fault.what(), why);
     }
   };
   refused([&](TensorMapShape& s) { s.data = tensor.data + 4; }, "not a multiple of 16");
@@ -248,25 +248,26 @@ TEST(Bulk, AccessWithoutWaiting) {
       if (ptx::thread_index() != 40) wait();
       ptx::ld_shared_b32(byte(kBoxBytes + 4));
     });
-    expect_part(read, "of byte 2052 of shared memory, ");
-    expect_part(fault_after_load(kTwoBoxes,
-                                 [&](const TensorMap&) {
-                                   if (ptx::thread_index() == 40) ptx::st_shared_b32(byte(0), ~0u);
-                                   wait();
-                                 }),
-                "of byte 0 of shared memory, ");
+    expect_contains(read, "of byte 2052 of shared memory, ");
+    expect_contains(fault_after_load(kTwoBoxes,
+                                     [&](const TensorMap&) {
+                                       if (ptx::thread_index() == 40)
+                                         ptx::st_shared_b32(byte(0), ~0u);
+                                       wait();
+                                     }),
+                    "of byte 0 of shared memory, ");
   }
-  expect_part(fault_after_load(kTwoBoxes, [](const TensorMap&) {}),
-              "the block ended while a copy to byte 0 of shared memory was in flight");
+  expect_contains(fault_after_load(kTwoBoxes, [](const TensorMap&) {}),
+                  "the block ended while a copy to byte 0 of shared memory was in flight");
 }
 
 TEST(Bulk, AnnouncedBytes) {
   const auto wait = [](const TensorMap&) { ptx::mbarrier_wait_parity(byte(kBarrier), 0); };
-  expect_part(fault_after_load(kBoxBytes, wait),
-              "copies deliver 2048 bytes more than were expected");
+  expect_contains(fault_after_load(kBoxBytes, wait),
+                  "copies deliver 2048 bytes more than were expected");
   const std::string message = fault_after_load(kTwoBoxes + 16, wait);
-  expect_part(message, "deadlock");
-  expect_part(message, "(phase 0, 1 of 1 arrivals, 4112 bytes to come, 4096 in flight)");
+  expect_contains(message, "deadlock");
+  expect_contains(message, "(phase 0, 1 of 1 arrivals, 4112 bytes to come, 4096 in flight)");
 }
 
 TEST(Bulk, LoadsIntoBytesInUse) {
@@ -301,11 +302,11 @@ TEST(Bulk, LoadsIntoBytesInUse) {
       }
     });
   };
-  expect_part(reuse(true, false, true), "with no fence_proxy_async before the barrier between");
-  expect_part(reuse(true, true, false), "race: cp.async.bulk.tensor load of byte 64");
-  expect_part(reuse(false, true, false), "race: cp.async.bulk.tensor load of byte 64");
+  expect_contains(reuse(true, false, true), "with no fence_proxy_async before the barrier between");
+  expect_contains(reuse(true, true, false), "race: cp.async.bulk.tensor load of byte 64");
+  expect_contains(reuse(false, true, false), "race: cp.async.bulk.tensor load of byte 64");
   for (const bool write : {true, false}) {
-    expect_part(reuse(write, true, true), "the block ended while a copy");  // no earlier fault
+    expect_contains(reuse(write, true, true), "the block ended while a copy");  // no earlier fault
   }
 }
 
@@ -327,7 +328,7 @@ TEST(Bulk, BarrierInitialisedWithoutFence) {
     });
   };
   EXPECT_EQ(start(true), "");
-  expect_part(start(false), "with no fence_mbarrier_init by thread 0");
+  expect_contains(start(false), "with no fence_mbarrier_init by thread 0");
 }
 
 template <class Before, class After>
@@ -356,32 +357,33 @@ TEST(Bulk, StoresOfBytesBeingWritten) {
   for (const char* copies : {"late", "early"}) {
     const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     EXPECT_EQ(fault_of_store(fence_and_sync, wait), "");
-    expect_part(fault_of_store([] { ptx::sync_warp(); }, wait), "with no fence_proxy_async");
-    expect_part(fault_of_store([] { ptx::fence_proxy_async(); }, wait), "race: cp.async.bulk");
-    expect_part(fault_of_store(
-                    [] {
-                      ptx::sync_warp();
-                      ptx::fence_proxy_async();
-                    },
-                    wait),
-                "with no fence_proxy_async before the barrier");
-    expect_part(fault_of_store(fence_and_sync, [] {}), "exits while cp.async.bulk.tensor store");
-    expect_part(fault_of_store(fence_and_sync,
-                               [&] {
-                                 ptx::sync_warp();
-                                 if (ptx::lane_index() == 5) ptx::st_shared_b32(byte(64), 1);
-                                 ptx::sync_warp();
-                                 wait();
-                               }),
-                "which an unfinished wgmma or bulk copy reads");
-    expect_part(fault_of_store(fence_and_sync,
-                               [&] {
-                                 ptx::shuffle(1.0f, 0);
-                                 wait();
-                                 ptx::shuffle(1.0f, 0);
-                                 if (ptx::lane_index() == 5) ptx::st_shared_b32(byte(64), 1);
-                               }),
-                "race: st.shared of byte 64 of shared memory, which thread 31 read");
+    expect_contains(fault_of_store([] { ptx::sync_warp(); }, wait), "with no fence_proxy_async");
+    expect_contains(fault_of_store([] { ptx::fence_proxy_async(); }, wait), "race: cp.async.bulk");
+    expect_contains(fault_of_store(
+                        [] {
+                          ptx::sync_warp();
+                          ptx::fence_proxy_async();
+                        },
+                        wait),
+                    "with no fence_proxy_async before the barrier");
+    expect_contains(fault_of_store(fence_and_sync, [] {}),
+                    "exits while cp.async.bulk.tensor store");
+    expect_contains(fault_of_store(fence_and_sync,
+                                   [&] {
+                                     ptx::sync_warp();
+                                     if (ptx::lane_index() == 5) ptx::st_shared_b32(byte(64), 1);
+                                     ptx::sync_warp();
+                                     wait();
+                                   }),
+                    "which an unfinished wgmma or bulk copy reads");
+    expect_contains(fault_of_store(fence_and_sync,
+                                   [&] {
+                                     ptx::shuffle(1.0f, 0);
+                                     wait();
+                                     ptx::shuffle(1.0f, 0);
+                                     if (ptx::lane_index() == 5) ptx::st_shared_b32(byte(64), 1);
+                                   }),
+                    "race: st.shared of byte 64 of shared memory, which thread 31 read");
     EXPECT_EQ(fault_of_store(fence_and_sync,
                              [&] {
                                wait();
@@ -390,12 +392,12 @@ TEST(Bulk, StoresOfBytesBeingWritten) {
                              }),
               "");
   }
-  expect_part(fault_of(1, 32, kBytes,
-                       [] {
-                         ptx::fence_proxy_async();
-                         ptx::cp_reduce_async_bulk_add_f32(global_sums, byte(0), 16);
-                       }),
-              "cp.reduce.async.bulk of byte 0 of shared memory, which was not written");
+  expect_contains(fault_of(1, 32, kBytes,
+                           [] {
+                             ptx::fence_proxy_async();
+                             ptx::cp_reduce_async_bulk_add_f32(global_sums, byte(0), 16);
+                           }),
+                  "cp.reduce.async.bulk of byte 0 of shared memory, which was not written");
 }
 
 TEST(Bulk, Misaligned) {
@@ -408,15 +410,16 @@ TEST(Bulk, Misaligned) {
       copy();
     });
   };
-  expect_part(start([&] { load(map, 64, 0, 0, 0, 0); }), "not 128-byte aligned");
-  expect_part(start([&] { load(none, 0, 0, 0, 0, 0); }), "no tensor map");
-  expect_part(start([&] { load(map, 3 * kBoxBytes, 0, 0, 0, 0); }), "the launch requested");
-  expect_part(start([&] { ptx::cp_async_bulk_load(byte(0), global_sums + 1, 16, byte(kBarrier)); }),
-              "multiples of 16");
-  expect_part(start([&] { ptx::cp_async_bulk_load(byte(0), global_sums, 8, byte(kBarrier)); }),
-              "multiples of 16");
-  expect_part(start([&] { ptx::cp_reduce_async_bulk_add_f32(global_sums, byte(8), 16); }),
-              "multiples of 16");
+  expect_contains(start([&] { load(map, 64, 0, 0, 0, 0); }), "not 128-byte aligned");
+  expect_contains(start([&] { load(none, 0, 0, 0, 0, 0); }), "no tensor map");
+  expect_contains(start([&] { load(map, 3 * kBoxBytes, 0, 0, 0, 0); }), "the launch requested");
+  expect_contains(
+      start([&] { ptx::cp_async_bulk_load(byte(0), global_sums + 1, 16, byte(kBarrier)); }),
+      "multiples of 16");
+  expect_contains(start([&] { ptx::cp_async_bulk_load(byte(0), global_sums, 8, byte(kBarrier)); }),
+                  "multiples of 16");
+  expect_contains(start([&] { ptx::cp_reduce_async_bulk_add_f32(global_sums, byte(8), 16); }),
+                  "multiples of 16");
 }
 
 }  // namespace

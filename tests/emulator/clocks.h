@@ -47,8 +47,8 @@ class Clocks {
   uint32_t fence_after(int thread, uint32_t time) const;
 
  private:
-  static constexpr int kCopiers =
-      128;  // shared if there are more barriers; races may then be missed
+  // With more barriers, several share a copier, and races may be missed.
+  static constexpr int kCopiers = 128;
 
   int width() const { return threads_ + kCopiers; }
   int column(int actor) const {

@@ -133,42 +133,42 @@ TEST(Cluster, FaultsOfTheExchange) {
   for (const char* copies : {"late", "early"}) {
     const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
     const auto wait = [] { ptx::mbarrier_wait_parity(byte(kLanded), 0); };
-    expect_part(fault_of_pairs([&] {
-                  write(0);
-                  send(false);
-                  wait();
-                }),
-                "with no fence_proxy_async before the barrier");
-    expect_part(fault_of_pairs([&] {
-                  write(0);
-                  send();
-                  if (ptx::thread_index() == 7) ptx::ld_shared_b32(byte(kPart));
-                  wait();
-                }),
-                "of byte 256 of shared memory, wh");
+    expect_contains(fault_of_pairs([&] {
+                      write(0);
+                      send(false);
+                      wait();
+                    }),
+                    "with no fence_proxy_async before the barrier");
+    expect_contains(fault_of_pairs([&] {
+                      write(0);
+                      send();
+                      if (ptx::thread_index() == 7) ptx::ld_shared_b32(byte(kPart));
+                      wait();
+                    }),
+                    "of byte 256 of shared memory, wh");
     // The other block is still reading the bytes that are sent again.
-    expect_part(fault_of_pairs([&] {
-                  write(0);
-                  send();
-                  wait();
-                  ptx::ld_shared_b32(byte(kPart));
-                  write(1);
-                  send();
-                  ptx::mbarrier_wait_parity(byte(kLanded), 1);
-                }),
-                "of shared memory, wh");
-    expect_part(fault_of_pairs([&] {
-                  if (ptx::thread_index() == 0) ptx::map_to_rank(byte(0), 2);
-                }),
-                "block 2 of a cluster of 2");
+    expect_contains(fault_of_pairs([&] {
+                      write(0);
+                      send();
+                      wait();
+                      ptx::ld_shared_b32(byte(kPart));
+                      write(1);
+                      send();
+                      ptx::mbarrier_wait_parity(byte(kLanded), 1);
+                    }),
+                    "of shared memory, wh");
+    expect_contains(fault_of_pairs([&] {
+                      if (ptx::thread_index() == 0) ptx::map_to_rank(byte(0), 2);
+                    }),
+                    "block 2 of a cluster of 2");
   }
   const std::string message = fault_of_pairs([] {
     if (rank() == 1) ptx::mbarrier_wait_parity(byte(kRead), 0);
     if (rank() == 0) ptx::mbarrier_arrive_remote(ptx::map_to_rank(byte(kRead), 0));
   });
-  expect_part(message, "deadlock");
-  expect_part(message, "block 0 of the cluster, warp 1: lanes 0-31 sync_cluster");
-  expect_part(message, "block 1 of the cluster, warp 0: lanes 0-31 parity 0 of the mbarrier");
+  expect_contains(message, "deadlock");
+  expect_contains(message, "block 0 of the cluster, warp 1: lanes 0-31 sync_cluster");
+  expect_contains(message, "block 1 of the cluster, warp 0: lanes 0-31 parity 0 of the mbarrier");
 }
 
 // mbarriers, named barriers and registers belong to each block.
@@ -205,10 +205,10 @@ TEST(Cluster, Launches) {
     return std::string();
   };
   EXPECT_EQ(launch(4, 512, 2), "");
-  expect_part(launch(3, 32, 2), "2 in a cluster: not whole warps or clusters");
-  expect_part(launch(4, 1024, 2), "2 in a cluster: not whole warps or clusters");
+  expect_contains(launch(3, 32, 2), "2 in a cluster: not whole warps or clusters");
+  expect_contains(launch(4, 1024, 2), "2 in a cluster: not whole warps or clusters");
   EXPECT_EQ(launch(32, 32, 16), "");
-  expect_part(launch(32, 32, 32), "32 in a cluster");
+  expect_contains(launch(32, 32, 32), "32 in a cluster");
 }
 
 }  // namespace

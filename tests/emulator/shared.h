@@ -126,14 +126,14 @@ class SharedMemory {
   char* data_ = nullptr;
   int bytes_ = 0;
   bool check_races_ = true;
-  // Per half-word, the smallest access apart from single bytes.
+  // Per half-word: no access is smaller, except to single bytes.
   std::vector<uint8_t> states_;
   std::vector<uint32_t> write_times_;
   std::vector<uint32_t> read_times_;
   std::vector<uint16_t> writers_;
   std::vector<uint16_t> readers_;
-  std::vector<uint32_t>
-      many_reads_;  // a row with a time per thread, for half-words with several readers
+  // For half-words with several readers: a row with a time per thread.
+  std::vector<uint32_t> many_reads_;
   std::vector<uint32_t> many_reads_of_;  // the row's start; 0: none
   // Per 16 bytes: unfinished reads, and the time when each warp's wgmma last finished one.
   std::vector<uint16_t> uses_;

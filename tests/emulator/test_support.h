@@ -21,7 +21,7 @@ std::string fault_of(int64_t blocks, int threads, int shared_bytes, Body body) {
   return "";
 }
 
-inline void expect_part(const std::string& message, const std::string& part) {
+inline void expect_contains(const std::string& message, const std::string& part) {
   EXPECT_NE(message.find(part), std::string::npos)
       << "expected: " << part << "\nmessage: " << message;
 }

@@ -290,13 +290,13 @@ void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
   }
   product.lanes |= 1u << lane;
   if (product.lanes != kAllLanes) return;
-  agree(product.operands);
+  check_warps_agree(product.operands);
   check(product);
   if (block().options().early_copies) execute(product);
 }
 
 // Checks that the four warps start the same products.
-void Products::agree(const Operands& operands) {
+void Products::check_warps_agree(const Operands& operands) {
   std::vector<Operands>& started =
       block().products(block().thread() / kLanes - warp_of_group()).started_by_group_;
   const uint64_t index = started_++;

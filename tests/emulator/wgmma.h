@@ -70,15 +70,15 @@ class Products {
   Accumulator& accumulator_for(float* d, int n, int lane);
   void take_sums(Accumulator& sums, float* d, int lane, bool add) const;
   void put_sums(Accumulator& sums);
-  void agree(const Operands& operands);
+  void check_warps_agree(const Operands& operands);
   void check(const Product& product) const;
   void finish(Product& product);
   void execute(Product& product);
 
   std::array<Lane, kWarpLanes> lanes_;
-  uint64_t started_ = 0;                    // products issued by all lanes
-  std::vector<Operands> started_by_group_;  // in the first warp of a warpgroup: all products that
-                                            // any warp has started
+  uint64_t started_ = 0;  // products issued by all lanes
+  // In the first warp of a warpgroup: all products that any of its warps has started.
+  std::vector<Operands> started_by_group_;
   std::deque<Product> queue_;
   uint64_t first_ = 0;           // the index of the first product in the queue
   std::deque<uint64_t> groups_;  // the end of each committed group

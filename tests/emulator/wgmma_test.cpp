@@ -275,21 +275,21 @@ TEST(WgmmaFaults, NoneInACorrectKernel) {
 }
 
 TEST(WgmmaFaults, UnwrittenOperands) {
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(2).by_columns());
-                finish();
-              }),
-              "of shared memory, which was not written");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(0).by_columns(), square(3).by_columns());
-                finish();
-              }),
-              "of shared memory, where an mbarrier is");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(0).by_columns(), square(4).by_columns());
-                finish();
-              }),
-              "the launch requested");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(2).by_columns());
+                    finish();
+                  }),
+                  "of shared memory, which was not written");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(0).by_columns(), square(3).by_columns());
+                    finish();
+                  }),
+                  "of shared memory, where an mbarrier is");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(0).by_columns(), square(4).by_columns());
+                    finish();
+                  }),
+                  "the launch requested");
 }
 
 TEST(WgmmaFaults, OperandsWithoutFence) {
@@ -302,22 +302,22 @@ TEST(WgmmaFaults, OperandsWithoutFence) {
     });
   };
   EXPECT_EQ(write(true), "");
-  expect_part(write(false), "wrote with no fence_proxy_async before the barrier between");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                fill(2, false);
-                ptx::sync_block();
-                ptx::fence_proxy_async();  // too late
-                multiply(d, square(2).by_columns());
-                finish();
-              }),
-              "with no fence_proxy_async before the barrier");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                fill(2);
-                ptx::sync_warp();  // does not order the rows of other warps
-                multiply(d, square(2).by_columns());
-                finish();
-              }),
-              "of shared memory, ");
+  expect_contains(write(false), "wrote with no fence_proxy_async before the barrier between");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    fill(2, false);
+                    ptx::sync_block();
+                    ptx::fence_proxy_async();  // too late
+                    multiply(d, square(2).by_columns());
+                    finish();
+                  }),
+                  "with no fence_proxy_async before the barrier");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    fill(2);
+                    ptx::sync_warp();  // does not order the rows of other warps
+                    multiply(d, square(2).by_columns());
+                    finish();
+                  }),
+                  "of shared memory, ");
 }
 
 TEST(WgmmaFaults, WritesOfOperandsInUse) {
@@ -334,16 +334,16 @@ TEST(WgmmaFaults, WritesOfOperandsInUse) {
       });
     };
     EXPECT_EQ(write(true), "");
-    expect_part(write(false), "of shared memory, which an unfinished wgmma or bulk copy reads");
+    expect_contains(write(false), "of shared memory, which an unfinished wgmma or bulk copy reads");
     // Only the own warp has waited.
-    expect_part(fault_of_products([](float (&d)[32]) {
-                  multiply(d);
-                  finish();
-                  if (ptx::warp_index() != 2) return;
-                  ptx::shuffle(1.0f, 0);
-                  ptx::st_shared_b32(square(1).base, 1);
-                }),
-                "of byte 8192 of shared memory, which a wgmma");
+    expect_contains(fault_of_products([](float (&d)[32]) {
+                      multiply(d);
+                      finish();
+                      if (ptx::warp_index() != 2) return;
+                      ptx::shuffle(1.0f, 0);
+                      ptx::st_shared_b32(square(1).base, 1);
+                    }),
+                    "of byte 8192 of shared memory, which a wgmma");
   }
 }
 
@@ -384,21 +384,21 @@ TEST(WgmmaFaults, LoadsOfOperandsInUse) {
       const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
       EXPECT_EQ(load_again(true, true, true), "");
       EXPECT_NE(load_again(true, true, false), "");
-      expect_part(load_again(false, true, true),
-                  "cp.async.bulk.tensor load of byte 8192 of shared memory, which a wgmma");
-      expect_part(load_again(true, false, true), "of shared memory, wh");
+      expect_contains(load_again(false, true, true),
+                      "cp.async.bulk.tensor load of byte 8192 of shared memory, which a wgmma");
+      expect_contains(load_again(true, false, true), "of shared memory, wh");
     }
   }
 }
 
 TEST(WgmmaFaults, UnfinishedGroups) {
-  expect_part(fault_of_products([](float (&d)[32]) { multiply(d); }),
-              "exits while a wgmma of its warp is in flight");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d);
-                ptx::wgmma_wait_group<0>();  // not committed
-              }),
-              "exits while a wgmma of its warp is in flight");
+  expect_contains(fault_of_products([](float (&d)[32]) { multiply(d); }),
+                  "exits while a wgmma of its warp is in flight");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d);
+                    ptx::wgmma_wait_group<0>();  // not committed
+                  }),
+                  "exits while a wgmma of its warp is in flight");
 }
 
 TEST(WgmmaFaults, SumsWrittenWithoutFence) {
@@ -415,49 +415,49 @@ TEST(WgmmaFaults, SumsWrittenWithoutFence) {
   };
   EXPECT_EQ(add(false, false), "");
   EXPECT_EQ(add(true, true), "");
-  expect_part(add(true, false), "registers that were written with no wgmma_fence between");
+  expect_contains(add(true, false), "registers that were written with no wgmma_fence between");
 }
 
 TEST(WgmmaFaults, DisagreeingThreads) {
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(ptx::lane_index() == 3 ? 1 : 0).by_columns());
-                finish();
-              }),
-              "the lanes of a warp start different wgmmas");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(ptx::warp_index() == 3 ? 1 : 0).by_columns());
-                finish();
-              }),
-              "the warps of a warpgroup start different wgmmas");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                if (ptx::lane_index() != 7) multiply(d);
-                finish();
-              }),
-              "different groups of wgmmas");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                if (ptx::warp_index() != 1) multiply(d);
-                finish();
-              }),
-              "warp 0 started 1 wgmmas, warp 1 of its warpgroup 0");
-  expect_part(fault_of_products([](float (&d)[32]) {
-                float e[32];
-                multiply(d);
-                if (ptx::lane_index() == 4) {
-                  Product::add<false, false>(e, square(0).by_columns(), square(1).by_columns());
-                } else {
-                  Product::add<false, false>(d, square(0).by_columns(), square(1).by_columns());
-                }
-                finish();
-              }),
-              "the lanes of a warp give different registers");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(ptx::lane_index() == 3 ? 1 : 0).by_columns());
+                    finish();
+                  }),
+                  "the lanes of a warp start different wgmmas");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(ptx::warp_index() == 3 ? 1 : 0).by_columns());
+                    finish();
+                  }),
+                  "the warps of a warpgroup start different wgmmas");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    if (ptx::lane_index() != 7) multiply(d);
+                    finish();
+                  }),
+                  "different groups of wgmmas");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    if (ptx::warp_index() != 1) multiply(d);
+                    finish();
+                  }),
+                  "warp 0 started 1 wgmmas, warp 1 of its warpgroup 0");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    float e[32];
+                    multiply(d);
+                    if (ptx::lane_index() == 4) {
+                      Product::add<false, false>(e, square(0).by_columns(), square(1).by_columns());
+                    } else {
+                      Product::add<false, false>(d, square(0).by_columns(), square(1).by_columns());
+                    }
+                    finish();
+                  }),
+                  "the lanes of a warp give different registers");
 }
 
 TEST(WgmmaFaults, Descriptors) {
-  expect_part(fault_of_products([](float (&d)[32]) {
-                multiply(d, square(0).by_columns() & ~tile::Operand::kSwizzle128);
-                finish();
-              }),
-              "only the 128-byte swizzle");
+  expect_contains(fault_of_products([](float (&d)[32]) {
+                    multiply(d, square(0).by_columns() & ~tile::Operand::kSwizzle128);
+                    finish();
+                  }),
+                  "only the 128-byte swizzle");
 }
 
 }  // namespace
