@@ -14,7 +14,7 @@ from torch import Tensor
 from .._ops import WANT_K, WANT_Q, WANT_V
 from .._options import Options
 from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
-from .exchange import Exchange, overlapped, rows_first, start
+from .exchange import Exchange, Room, Transport, overlapped, rows_first
 from .keys import Bounds, Call, Sums, groups_of, key_plan, place
 from .layout import Runs, length
 from .ranks import Ranks, sum_dtype
@@ -32,8 +32,11 @@ def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: to
 class AllGather:
     """See ``core.Method``; rows and keys are the runs of all ranks."""
 
-    def __init__(self, ranks: Ranks, rows: list[Runs], keys: list[Runs], window: Bounds) -> None:
-        self._ranks, self._local = ranks, Local()
+    def __init__(
+        self, ranks: Ranks, rows: list[Runs], keys: list[Runs], window: Bounds,
+        transport: Transport,
+    ) -> None:  # fmt: skip
+        self._ranks, self._local, self._transport = ranks, Local(), transport
         self._plan = key_plan(ranks.rank, tuple(rows), tuple(keys), window)
         self._rows = sum(map(length, rows))
 
@@ -43,14 +46,18 @@ class AllGather:
 
     def _loader(self, k: Tensor, v: Tensor, count: int, what: str) -> Any:
         """Starts to gather the keys and values of one group: [B, keys, heads, columns]."""
-        published = [_grouped(x, count) for x in (k, v)]
-        keys = length(self._plan.intervals)
+        each, keys = k.shape[2] // count, length(self._plan.intervals)
+
+        def views(group: int) -> list[Tensor]:
+            heads = slice(group * each, (group + 1) * each)
+            return [x[:, :, heads].transpose(0, 1).unsqueeze(0) for x in (k, v)]
+
+        most = [self._plan.most_keys] * 2
+        published = self._transport.publish(self._plan.gather, views, count, most, what)
 
         def load(group: int) -> tuple[Exchange, tuple[Tensor, ...]]:
-            sent = [x[group] for x in published]
-            received = [x.new_empty((keys, *x.shape[1:])) for x in sent]
-            exchange = start(self._plan.gather, sent, received, self._ranks, what)
-            return exchange, tuple(x.transpose(0, 1) for x in received)
+            received = [x.new_empty((keys, x.shape[0], each, x.shape[3])) for x in (k, v)]
+            return published.take(group, received), tuple(x.transpose(0, 1) for x in received)
 
         return load
 
@@ -126,14 +133,17 @@ class AllGather:
 
     def _return(self, sent: list[Tensor]) -> tuple[Exchange, list[Tensor]]:
         """Starts to send the gradients of the keys of all calls to their ranks."""
-        rows = sum(s.parts * (s.rows[1] - s.rows[0]) for s in self._plan.sums)
-        full = all(s.covered for s in self._plan.sums)
-        received = []
-        for like in sent[:2]:
-            new = like.new_empty if full else like.new_zeros
-            received.append(new((rows, *like.shape[1:])))
-        table = self._plan.scatter
-        return start(table, sent, received, self._ranks, "the gradients of k and v"), received
+        plan = self._plan
+        rows = sum(s.parts * (s.rows[1] - s.rows[0]) for s in plan.sums)
+        rooms = self._transport.rooms(
+            [Room((1, rows, *x.shape[1:]), plan.most_parts, x.dtype) for x in sent[:2]],
+            sent[0].device,
+        )
+        for begin, end in plan.gaps:
+            for x in rooms.tensors:
+                x[0, begin:end] = 0
+        what = "the gradients of k and v"
+        return self._transport.send(plan.scatter, sent, rooms, what), [x[0] for x in rooms.tensors]
 
     def _keys(self, call: Call) -> slice:
         begin = place(self._plan.intervals, call.span.begin)
@@ -152,11 +162,6 @@ class AllGather:
             window_left=-1 if left is None else left,
             window_right=-1 if right is None else right,
         )
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, rows, H, columns] as contiguous [groups, rows, B, H / groups, columns]."""
-    return x.unflatten(2, (groups, -1)).permute(2, 1, 0, 3, 4).contiguous()
 
 
 def _sum(received: Tensor, sums: tuple[Sums, ...], target: Tensor) -> None:

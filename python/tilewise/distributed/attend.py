@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import _torch
 from .allgather import AllGather
 from .core import Attend, Local, Method
+from .exchange import transport_of
 from .problem import Problem
 from .ulysses import Ulysses, own_bias
 
@@ -27,6 +28,7 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _method(p: Problem, name: str) -> Method:
+    transport = transport_of(p.ranks, p.q.device)
     if name == "allgather":
-        return AllGather(p.ranks, p.rows, p.keys, p.request.window)
-    return Ulysses(p.ranks, p.rows, p.keys, Local(), p.request.return_lse)
+        return AllGather(p.ranks, p.rows, p.keys, p.request.window, transport)
+    return Ulysses(p.ranks, p.rows, p.keys, Local(), p.request.return_lse, transport)

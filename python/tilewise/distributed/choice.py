@@ -151,9 +151,7 @@ def _ulysses(p: Problem) -> Estimate:
 def _allgather(p: Problem) -> Estimate:
     world, (heads_q, heads_kv) = p.ranks.world, p.heads
     columns = p.q.shape[0] * heads_kv * (p.q.shape[3] + p.v.shape[3])
-    moved = [
-        moved_keys(rank, tuple(p.rows), tuple(p.keys), p.request.window) for rank in range(world)
-    ]
+    moved = moved_keys(tuple(p.rows), tuple(p.keys), p.request.window)
     rows = max(2 * to + back if p.differentiable else to for to, back in moved)
     received = float(rows * columns * p.q.element_size())
     pairs = max(

@@ -1,4 +1,4 @@
-"""Tables of pieces that move between ranks, and the transport that moves it while a rank computes.
+"""Tables of pieces that move between ranks, and the transports that move them.
 
 A table lists pieces of the first dimension of tensors. The tensors that a rank publishes and those
 in which it receives are contiguous, so each piece is one message, which arrives in its place. All
@@ -8,9 +8,11 @@ them. Tensors without columns move nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -62,10 +64,98 @@ class Exchange:
         self._works, self._kept = [], ()
 
 
+class Room(NamedTuple):
+    """What a tensor that receives has to be: its shape [parts, rows, ...], with the rows of this
+    rank and the most of any rank.
+    """
+
+    shape: tuple[int, ...]
+    most: int
+    dtype: torch.dtype
+
+
+class Rooms(NamedTuple):
+    """Tensors that receive, and where their parts begin, in bytes, in memory that ranks share."""
+
+    tensors: list[Tensor]
+    begins: list[int]
+
+
+Views: TypeAlias = Callable[[int], Sequence[Tensor]]
+"""The tensors [parts, rows, ...] that a rank publishes in a step; parts are numbered through."""
+
+
+class Published(Protocol):
+    """Tensors of all steps, from which other ranks take their pieces."""
+
+    def take(self, step: int, received: Sequence[Tensor]) -> Exchange:
+        """Starts to receive the pieces of a step in tensors [rows, ...]."""
+
+
+class Transport(Protocol):
+    """The way in which pieces move between the ranks of a group."""
+
+    def publish(
+        self, table: Table, views: Views, steps: int, most: Sequence[int], what: str
+    ) -> Published:
+        """Publishes the tensors of all steps; `most` are the largest rows of any rank."""
+
+    def rooms(self, rooms: Sequence[Room], device: torch.device) -> Rooms:
+        """Tensors in which the next ``send`` receives; they are valid until the next but one."""
+
+    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
+        """Starts to send tensors [rows, ...], and to receive in the parts of the rooms."""
+
+
+def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of tensors [parts, rows, ...], numbered through."""
+    return [part for x in tensors for part in x.unbind(0)]
+
+
+class Messages:
+    """Point-to-point messages of ``torch.distributed``: gloo, NCCL."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def publish(
+        self, table: Table, views: Views, _steps: int, _most: Sequence[int], what: str
+    ) -> Published:
+        """See ``Transport``."""
+        return _PublishedMessages(self._ranks, table, views, what)
+
+    def rooms(self, rooms: Sequence[Room], device: torch.device) -> Rooms:
+        """See ``Transport``."""
+        return Rooms([torch.empty(x.shape, dtype=x.dtype, device=device) for x in rooms], [])
+
+    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
+        """See ``Transport``."""
+        return start(table, sent, parts_of(rooms.tensors), self._ranks, what)
+
+
+class _PublishedMessages:
+    def __init__(self, ranks: Ranks, table: Table, views: Views, what: str) -> None:
+        self._ranks, self._table, self._views, self._what = ranks, table, views, what
+
+    def take(self, step: int, received: Sequence[Tensor]) -> Exchange:
+        """See ``Published``."""
+        sent = parts_of([x.contiguous() for x in self._views(step)])
+        return start(self._table, sent, received, self._ranks, self._what)
+
+
+def transport_of(ranks: Ranks, device: torch.device) -> Transport:
+    """The transport of a group, the same on all ranks."""
+    if os.environ.get("TILEWISE_DISTRIBUTED_TRANSPORT") == "copies":
+        from .copies import Copies
+
+        return Copies(ranks, device)
+    return Messages(ranks)
+
+
 def start(
     table: Table, published: Sequence[Tensor], received: Sequence[Tensor], ranks: Ranks, what: str
 ) -> Exchange:
-    """Starts the exchange of a table; every rank must start its exchanges in the same order."""
+    """Starts the messages of a table; every rank must start its exchanges in the same order."""
     operations: list[Any] = []
     with exchanging(what, ranks):
         for peer in range(ranks.world):

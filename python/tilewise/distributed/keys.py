@@ -95,7 +95,6 @@ class Sums(NamedTuple):
     rows: Run  # among the keys of the rank
     at: int  # the first row of the first part
     parts: int
-    covered: bool  # whether the messages fill all parts
 
 
 class KeyPlan(NamedTuple):
@@ -111,15 +110,68 @@ class KeyPlan(NamedTuple):
     gather: Table
     scatter: Table
     sums: tuple[Sums, ...]
+    gaps: Runs  # rows of the parts that no message fills
+    most_keys: int  # of any rank
+    most_parts: int  # rows of all parts that any rank receives
+
+
+class Part(NamedTuple):
+    """The gradients of some keys of a run of their owner, from one call of a rank."""
+
+    run: int
+    sender: int
+    call: int
+    begin: int  # keys from the first to before the last
+    end: int
+    at: int  # where the run begins in the part, among all parts of the owner
+
+
+AllCalls: TypeAlias = tuple[tuple[Call, ...], ...]
+
+
+@lru_cache(maxsize=64)
+def _all_calls(rows: tuple[Runs, ...], size_k: int, window: Bounds) -> AllCalls:
+    """The calls of each rank."""
+    size_q = sum(map(length, rows))
+    return tuple(calls_of(runs, size_q, size_k, window) for runs in rows)
+
+
+def _parts_of(own: Runs, calls: AllCalls) -> tuple[list[Part], list[Sums]]:
+    """The parts of the gradients of a rank's keys, by run, rank and call, and their sums."""
+    parts: list[Part] = []
+    sums: list[Sums] = []
+    row = at = 0
+    for index, (begin, end) in enumerate(own):
+        first = len(parts)
+        for sender, theirs in enumerate(calls):
+            for number, call in enumerate(theirs):
+                low, high = max(begin, call.span.begin), min(end, call.span.end)
+                if low < high:
+                    place = at + (len(parts) - first) * (end - begin)
+                    parts.append(Part(index, sender, number, low, high, place))
+        count = len(parts) - first
+        sums.append(Sums((row, row + end - begin), at, count))
+        row, at = row + end - begin, at + count * (end - begin)
+    return parts, sums
+
+
+def _gaps(own: Runs, parts: list[Part]) -> Runs:
+    """The rows of the parts that no message fills."""
+    gaps = []
+    for part in parts:
+        begin, end = own[part.run]
+        gaps.append((part.at, part.at + part.begin - begin))
+        gaps.append((part.at + part.end - begin, part.at + end - begin))
+    return tuple(gap for gap in gaps if gap[0] < gap[1])
 
 
 @lru_cache(maxsize=256)
 def key_plan(rank: int, rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: Bounds) -> KeyPlan:
     """The plan of one rank for the runs of rows and keys of all ranks."""
     ranks = Ranks(None, rank, len(rows))
-    size_q, size_k = (sum(map(length, runs)) for runs in (rows, keys))
-    calls = [calls_of(runs, size_q, size_k, window) for runs in rows]
+    calls = _all_calls(rows, sum(map(length, keys)), window)
     intervals = [intervals_of(own) for own in calls]
+    parts = [_parts_of(own, calls) for own in keys]
 
     def gathered(source: int, target: int) -> Iterator[Piece]:
         for item in (0, 1):
@@ -132,52 +184,42 @@ def key_plan(rank: int, rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: 
                         yield Piece(item, at + first - begin, item, to, last - first)
                 at += end - begin
 
-    sums: list[Sums] = []
-    slots: dict[tuple[int, int, int], int] = {}  # by run of this rank, sender and call
-    at = total = 0
-    for index, (begin, end) in enumerate(keys[rank]):
-        parts = filled = 0
-        for sender, theirs in enumerate(calls):
-            for number, call in enumerate(theirs):
-                common = min(end, call.span.end) - max(begin, call.span.begin)
-                if common > 0:
-                    slots[index, sender, number] = total + parts * (end - begin)
-                    parts, filled = parts + 1, filled + common
-        full = filled == parts * (end - begin)
-        sums.append(Sums((at, at + end - begin), total, parts, full))
-        at, total = at + end - begin, total + parts * (end - begin)
-
     def scattered(source: int, target: int) -> Iterator[Piece]:
-        for item in (0, 1):
-            for number, call in enumerate(calls[source]):
-                for index, (begin, end) in enumerate(keys[target]):
-                    first, last = max(begin, call.span.begin), min(end, call.span.end)
-                    if first < last:
-                        slot = slots[index, source, number] if target == rank else 0
-                        to, where = slot + first - begin, first - call.span.begin
-                        yield Piece(2 * number + item, where, item, to, last - first)
+        for part in parts[target][0]:
+            if part.sender == source:
+                where = part.begin - calls[source][part.call].span.begin
+                to = part.at + part.begin - keys[target][part.run][0]
+                for item in (0, 1):
+                    yield Piece(2 * part.call + item, where, item, to, part.end - part.begin)
 
     return KeyPlan(
         calls[rank],
         intervals[rank],
         table_of(ranks, gathered),
         table_of(ranks, scattered),
-        tuple(sums),
+        tuple(parts[rank][1]),
+        _gaps(keys[rank], parts[rank][0]),
+        max(map(length, keys)),
+        max(sum(s.parts * (s.rows[1] - s.rows[0]) for s in sums) for _, sums in parts),
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def moved_keys(
-    rank: int, rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: Bounds
-) -> tuple[int, int]:
-    """How many keys a rank receives from others, and how many parts of gradients of its own."""
-    plan = key_plan(rank, rows, keys, window)
-    to, back = (
-        sum(piece.rows for peer, pieces in enumerate(table.receives) if peer != rank
-            for piece in pieces if piece.target == 0)
-        for table in (plan.gather, plan.scatter)
-    )  # fmt: skip
-    return to, back
+    rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: Bounds
+) -> list[tuple[int, int]]:
+    """How many keys each rank receives from others, and how many parts of gradients of its own."""
+    calls = _all_calls(rows, sum(map(length, keys)), window)
+    result = []
+    for rank, own in enumerate(keys):
+        seen = intervals_of(calls[rank])
+        mine = sum(
+            max(0, min(end, high) - max(begin, low)) for begin, end in own for low, high in seen
+        )
+        parts, _ = _parts_of(own, calls)
+        back = sum(part.end - part.begin for part in parts if part.sender != rank)
+        result.append((length(seen) - mine, back))
+    return result
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,19 @@ from torch.autograd.function import once_differentiable
 from .._ops import WANT_K, WANT_Q, WANT_V
 from .._options import Options
 from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
-from .exchange import Exchange, Piece, Table, overlapped, rows_first, start, table_of
+from .exchange import (
+    Exchange,
+    Messages,
+    Piece,
+    Room,
+    Table,
+    Transport,
+    overlapped,
+    parts_of,
+    rows_first,
+    start,
+    table_of,
+)
 from .keys import groups_of
 from .layout import Gather, Runs, length
 from .ranks import Ranks, sum_dtype
@@ -91,14 +103,15 @@ def head_plans(heads_q: int, heads_kv: int, world: int, groups: int) -> tuple[He
     return HeadPlan(tuple(cut_q), heads_q), HeadPlan(tuple(cut_kv), heads_kv)
 
 
-def packed(x: Tensor, plan: HeadPlan) -> list[list[Tensor]]:
-    """The heads of x [B, rows, H, columns] for each group and rank: [rows, B, heads, columns]."""
-    groups, world, each = len(plan.heads), len(plan.heads[0]), plan.regular
-    if each:
-        # One kernel copies everything.
-        y = x.unflatten(2, (world, groups, each)).permute(3, 2, 1, 0, 4, 5).contiguous()
-        return [list(y[group].unbind(0)) for group in range(groups)]
-    return [[rows_first(_pick(x, heads)) for heads in ranks] for ranks in plan.heads]
+def views_of(x: Tensor, plan: HeadPlan, group: int) -> list[Tensor]:
+    """The group's heads of x [B, rows, H, columns] for each rank: [rank, rows, B, heads, columns],
+    or one such tensor for each rank.
+    """
+    groups, world = len(plan.heads), len(plan.heads[0])
+    if each := plan.regular:
+        own = x.unflatten(2, (world, groups, each))[:, :, :, group]
+        return [own.permute(2, 1, 0, 3, 4)]
+    return [_pick(x, heads).transpose(0, 1).unsqueeze(0) for heads in plan.heads[group]]
 
 
 def _slices(heads: Heads) -> Iterator[tuple[int, int, int]]:
@@ -126,38 +139,34 @@ class Unpacked:
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, plan: HeadPlan
     ) -> None:
-        batch, self._rows, _, columns = shape
+        batch, rows, _, columns = shape
         self._plan, self._dtype = plan, dtype
-        self._rooms: dict[int, Tensor] = {}
-        self._whole = torch.empty((batch, self._rows, plan.total, columns), dtype=dtype,
+        self._whole = torch.empty((batch, rows, plan.total, columns), dtype=dtype,
                                   device=device)  # fmt: skip
         if plan.repeated:
             self._whole = torch.zeros_like(self._whole, dtype=sum_dtype(dtype))
 
-    def room(self, group: int) -> list[Tensor]:
-        """Tensors that receive the group's heads of each rank: [rows, B, heads, columns]."""
-        batch, _, _, columns = self._whole.shape
+    def rooms(self, group: int, most: int) -> list[Room]:
+        """The rooms for the group's heads of each rank: [rank, rows, B, heads, columns], or one
+        for each rank.
+        """
+        batch, rows, _, columns = self._whole.shape
         counts = [len(heads) for heads in self._plan.heads[group]]
-        sizes = [self._rows * batch * count * columns for count in counts]
-        whole = self._whole.new_empty((sum(sizes),), dtype=self._dtype)
-        self._rooms[group] = whole
-        return [
-            part.view(self._rows, batch, count, columns)
-            for part, count in zip(whole.split(sizes), counts, strict=True)
-        ]
+        if each := self._plan.regular:
+            return [Room((len(counts), rows, batch, each, columns), most, self._dtype)]
+        return [Room((1, rows, batch, count, columns), most, self._dtype) for count in counts]
 
     def take(self, group: int, received: Sequence[Tensor]) -> None:
-        """Takes what ``room`` has received."""
-        whole, room = self._whole, self._rooms.pop(group)
-        batch, rows, _, columns = whole.shape
-        groups, world = len(self._plan.heads), len(received)
+        """Takes what the rooms have received."""
+        whole, groups = self._whole, len(self._plan.heads)
         if each := self._plan.regular:
-            target = whole.unflatten(2, (world, groups, each))[:, :, :, group]
-            target.copy_(room.view(world, rows, batch, each, columns).permute(2, 1, 0, 3, 4))
+            (x,) = received
+            target = whole.unflatten(2, (x.shape[0], groups, each))[:, :, :, group]
+            target.copy_(x.permute(2, 1, 0, 3, 4))
             return
-        for heads, part in zip(self._plan.heads[group], received, strict=True):
+        for heads, x in zip(self._plan.heads[group], received, strict=True):
             for at, begin, end in _slices(heads):
-                piece = part[:, :, at : at + end - begin].transpose(0, 1)
+                piece = x[0, :, :, at : at + end - begin].transpose(0, 1)
                 own = whole[:, :, begin:end]
                 _ = own.add_(piece) if self._plan.repeated else own.copy_(piece)
 
@@ -205,9 +214,10 @@ class Ulysses:
 
     def __init__(
         self, ranks: Ranks, rows: Sequence[Runs], keys: Sequence[Runs], inner: Method,
-        return_lse: bool,
+        return_lse: bool, transport: Transport,
     ) -> None:  # fmt: skip
         self._ranks, self._inner, self._return_lse = ranks, inner, return_lse
+        self._transport = transport
         self._rows, self._keys = tuple(rows), tuple(keys)
         self._sizes: list[int] = []  # how many tensors of the state each group has
         self._shapes: list[torch.Size] = []  # of q, k and v
@@ -219,39 +229,51 @@ class Ulysses:
         return head_plans(heads, heads_kv, world, count)
 
     def _load(
-        self, tensors: Sequence[list[list[Tensor]]], runs: Sequence[tuple[Runs, ...]],
+        self, tensors: Sequence[Tensor], runs: Sequence[tuple[Runs, ...]],
         plans: Sequence[HeadPlan], what: str,
     ) -> Any:  # fmt: skip
-        """Starts to exchange the rows of one group for heads: [rows of all, B, heads, columns]."""
-        table = tables(self._ranks.rank, tuple(runs))[0]
+        """Starts to exchange the rows of one group for heads: [B, rows of all, heads, columns]."""
+        rank = self._ranks.rank
+        table = tables(rank, tuple(runs))[0]
         sizes = [sum(map(length, of_ranks)) for of_ranks in runs]
 
+        def views(group: int) -> list[Tensor]:
+            both = zip(tensors, plans, strict=True)
+            return [view for x, plan in both for view in views_of(x, plan, group)]
+
+        most = [
+            max(map(length, of_ranks))
+            for of_ranks, plan in zip(runs, plans, strict=True)
+            for _ in range(1 if plan.regular else self._ranks.world)
+        ]
+        groups = len(plans[0].heads)
+        published = self._transport.publish(table, views, groups, most, what)
+
         def load(group: int) -> tuple[Exchange, list[Tensor]]:
-            sent = [part for x in tensors for part in x[group]]
-            received = []
-            for x, size, plan in zip(tensors, sizes, plans, strict=True):
-                like, heads = x[group][0], len(plan.heads[group][self._ranks.rank])
-                shape = (size, like.shape[1], heads, *like.shape[3:])
-                received.append(like.new_empty(shape))
-            exchange = start(table, sent, received, self._ranks, what)
-            return exchange, [x.transpose(0, 1) for x in received]
+            received = [
+                x.new_empty((size, x.shape[0], len(plan.heads[group][rank]), x.shape[3]))
+                for x, size, plan in zip(tensors, sizes, plans, strict=True)
+            ]
+            return published.take(group, received), [x.transpose(0, 1) for x in received]
 
         return load
 
     def _store(
         self, group: int, results: Sequence[Tensor | None], runs: Sequence[tuple[Runs, ...]],
         targets: Sequence[Unpacked | None], what: str,
-    ) -> tuple[Exchange, Any]:  # fmt: skip
-        """Starts to send heads back to the ranks of their rows."""
-        sent, received, used = [], [], []
+    ) -> tuple[Exchange, list[list[Tensor]]]:  # fmt: skip
+        """Starts to send heads back to the ranks of their rows; returns what targets receive."""
+        sent, rooms, used = [], [], []
         for x, target, of_ranks in zip(results, targets, runs, strict=True):
             if target is not None and x is not None:
                 sent.append(rows_first(x))
-                received.append(target.room(group))
+                rooms.append(target.rooms(group, max(map(length, of_ranks))))
                 used.append(of_ranks)
         table = tables(self._ranks.rank, tuple(used))[1]
-        flat = [part for parts in received for part in parts]
-        return start(table, sent, flat, self._ranks, what), received
+        received = self._transport.rooms([r for rs in rooms for r in rs], sent[0].device)
+        exchange = self._transport.send(table, sent, received, what)
+        tensors = iter(received.tensors)
+        return exchange, [[next(tensors) for _ in rs] for rs in rooms]
 
     def _own(self, plan: HeadPlan, group: int) -> tuple[int, int]:
         own = plan.heads[group][self._ranks.rank]
@@ -290,8 +312,7 @@ class Ulysses:
             runs = (self._rows, self._rows)
             return self._store(group, (result.out, lse), runs, (outs, lses), "out")
 
-        tensors = [packed(x, plan) for x, plan in zip((q, k, v), plans, strict=True)]
-        load = self._load(tensors, (self._rows, self._keys, self._keys), plans, "q, k and v")
+        load = self._load((q, k, v), (self._rows, self._keys, self._keys), plans, "q, k and v")
         overlapped(len(plan_q.heads), load, compute, _taker((outs, lses)))
         lse = q.new_empty(0) if lses is None else lses.result().squeeze(3).transpose(1, 2)
         return Result(outs.result(), lse, state)
@@ -329,8 +350,7 @@ class Ulysses:
             return self._store(group, grads[:3], of_tensors, targets, "the gradients of q, k and v")
 
         given = [dout] if dlse is None else [dout, dlse.transpose(1, 2).unsqueeze(3)]
-        tensors = [packed(x, plan_q) for x in given]
-        load = self._load(tensors, [self._rows] * len(given), [plan_q] * len(given),
+        load = self._load(given, [self._rows] * len(given), [plan_q] * len(given),
                           "the gradient of out")  # fmt: skip
         overlapped(len(plan_q.heads), load, compute, _taker([x for x in targets if x]))
         results[:3] = [None if x is None else x.result() for x in targets]
@@ -382,11 +402,11 @@ class BiasToHeads(torch.autograd.Function):
         """Returns [B, heads of this rank, rows of all, keys]."""
         plan = head_plans(bias.shape[1], bias.shape[1], ranks.world, 1)[0]
         ctx.plan = ranks, rows, plan, bias.shape
-        x = bias.transpose(1, 2)
-        parts = packed(x, plan)[0]
-        like, own = parts[0], len(plan.heads[0][ranks.rank])
-        whole = like.new_empty((sum(map(length, rows)), like.shape[1], own, like.shape[3]))
-        start(tables(ranks.rank, (rows,))[0], parts, [whole], ranks, "bias").wait()
+        batch, _, _, keys = bias.shape
+        own = len(plan.heads[0][ranks.rank])
+        whole = bias.new_empty((sum(map(length, rows)), batch, own, keys))
+        sent = parts_of([x.contiguous() for x in views_of(bias.transpose(1, 2), plan, 0)])
+        start(tables(ranks.rank, (rows,))[0], sent, [whole], ranks, "bias").wait()
         return whole.permute(1, 2, 0, 3)
 
     @staticmethod
@@ -395,9 +415,10 @@ class BiasToHeads(torch.autograd.Function):
         """Returns the gradient of this rank's rows."""
         ranks, rows, plan, (batch, heads, own, keys) = ctx.plan
         target = Unpacked((batch, own, heads, keys), dbias.dtype, dbias.device, plan)
-        room = target.room(0)
+        transport = Messages(ranks)
+        rooms = transport.rooms(target.rooms(0, own), dbias.device)
         sent = dbias.permute(2, 0, 1, 3).contiguous()
         table = tables(ranks.rank, (rows,))[1]
-        start(table, [sent], room, ranks, "the gradient of bias").wait()
-        target.take(0, room)
+        transport.send(table, [sent], rooms, "the gradient of bias").wait()
+        target.take(0, rooms.tensors)
         return target.result().transpose(1, 2), None, None

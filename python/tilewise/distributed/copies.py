@@ -1,0 +1,214 @@
+"""Pieces that copy engines move between the GPUs of one host, while all SMs compute.
+
+Each rank has memory that the others can read and write. Tensors for every step of a call are
+published in it at once, and a rank copies the pieces that it needs. Results are copied into the
+memory of the rank that needs them. Two barriers, on the stream that computes, enclose what is
+published, and one follows the results of each step. Nothing else uses an SM.
+
+A kernel that occupies every SM delays NCCL's kernels, and NCCL's kernels delay the CTAs of such a
+kernel whose schedule is static. Copies avoid both.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange, Piece, Published, Room, Rooms, Table, Views
+from .ranks import Ranks
+
+_ALIGNMENT = 512
+_GRAIN = 2**21
+_SLOTS = 3  # results of a step are read while those of the next two are written
+
+
+class Memory(NamedTuple):
+    """The bytes of each rank of a group, and a barrier of the ranks on the current stream."""
+
+    of_ranks: list[Tensor]
+    barrier: Callable[[], None]
+    kept: Any
+
+
+def open_memory(size: int, ranks: Ranks, device: torch.device) -> Memory:
+    """Allocates `size` bytes on each rank; all ranks must call it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, ranks.group)
+    of_ranks = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks.world)]
+    return Memory(of_ranks, lambda: handle.barrier(channel=0), (own, handle))
+
+
+class _Streams:
+    """Streams beside the current one; on a CPU everything runs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._side = torch.cuda.Stream(device, priority=-1) if self._gpu else None
+
+    def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        """Copies (target, source) pairs after what the current stream has now; returns an event."""
+        if not self._gpu:
+            for target, source in copies:
+                target.copy_(source)
+            return []
+        assert self._side is not None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._side)
+        return [event]
+
+
+class _Group:
+    """What the calls of a group share: memory that grows, streams, the slot of the next results."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.takes, self.sends = _Streams(device), _Streams(device)
+        self.published = self.results = Memory([], lambda: None, None)
+        self.slot = 0
+        self._retired: list[Memory] = []
+
+    def grown(self, memory: Memory, size: int) -> Memory:
+        """The memory, or a larger one if it is too small for `size` bytes."""
+        if memory.of_ranks and memory.of_ranks[0].numel() >= size:
+            return memory
+        if memory.of_ranks:
+            self._retired.append(memory)
+        return open_memory(-(-size // _GRAIN) * _GRAIN, self.ranks, self.device)
+
+    def begin(self) -> None:
+        """Begins a call: whatever the previous one has received and sent has been read."""
+        self.published.barrier()
+        if self._retired:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._retired.clear()
+
+
+_groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
+
+
+class Copies:
+    """See ``Transport``."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        group: Any = ranks.group
+        if group not in _groups:
+            _groups[group] = _Group(ranks, device)
+        self._group = _groups[group]
+
+    def publish(
+        self, table: Table, views: Views, steps: int, most: Sequence[int], what: str
+    ) -> Published:
+        """See ``Transport``."""
+        group, tensors, begins, total = self._group, [], [], 0
+        for step in range(steps):
+            parts: list[int] = []
+            for x, rows in zip(views(step), most, strict=True):
+                tensors.append((x, rows, total))
+                part = rows * _row_bytes(x[0])
+                parts += [total + i * part for i in range(x.shape[0])]
+                total += _aligned(x.shape[0] * part)
+            begins.append(parts)
+        group.begin()
+        group.published = group.grown(group.published, total)
+        own = group.published.of_ranks[group.ranks.rank]
+        for x, rows, begin in tensors:
+            _of(own, begin, (x.shape[0], rows, *x.shape[2:]), x.dtype)[:, : x.shape[1]].copy_(x)
+        group.published.barrier()
+        return _PublishedCopies(group, table, begins, what)
+
+    def rooms(self, rooms: Sequence[Room], _device: torch.device) -> Rooms:
+        """See ``Transport``."""
+        group = self._group
+        parts = [x.most * math.prod(x.shape[2:]) * x.dtype.itemsize for x in rooms]
+        sizes = [_aligned(x.shape[0] * part) for x, part in zip(rooms, parts, strict=True)]
+        slot = sum(sizes)
+        if not group.results.of_ranks or group.results.of_ranks[0].numel() < _SLOTS * slot:
+            group.results = group.grown(group.results, _SLOTS * slot)
+        capacity = group.results.of_ranks[0].numel() // _SLOTS // _ALIGNMENT * _ALIGNMENT
+        begin = group.slot * capacity
+        group.slot = (group.slot + 1) % _SLOTS
+        own = group.results.of_ranks[group.ranks.rank]
+        tensors, begins = [], []
+        for x, part, size in zip(rooms, parts, sizes, strict=True):
+            whole = _of(own, begin, (x.shape[0], x.most, *x.shape[2:]), x.dtype)
+            tensors.append(whole[:, : x.shape[1]])
+            begins += [begin + i * part for i in range(x.shape[0])]
+            begin += size
+        return Rooms(tensors, begins)
+
+    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
+        """See ``Transport``."""
+        group, copies = self._group, []
+        for peer, pieces in _others_first(table.sends, group.ranks):
+            for p in pieces:
+                source = sent[p.source].narrow(0, p.begin, p.rows)
+                at = rooms.begins[p.target] + p.at * _row_bytes(sent[p.source])
+                copies.append((_of(group.results.of_ranks[peer], at, source.shape, source.dtype),
+                               source))  # fmt: skip
+        works = group.sends.run(copies)
+        return _Arrival(works, (tuple(sent), rooms), group, what)
+
+
+class _PublishedCopies:
+    def __init__(self, group: _Group, table: Table, begins: list[list[int]], what: str) -> None:
+        self._group, self._table, self._begins, self._what = group, table, begins, what
+
+    def take(self, step: int, received: Sequence[Tensor]) -> Exchange:
+        """See ``Published``."""
+        group, copies = self._group, []
+        for peer, pieces in _others_first(self._table.receives, group.ranks):
+            for p in pieces:
+                target = received[p.target].narrow(0, p.at, p.rows)
+                at = self._begins[step][p.source] + p.begin * _row_bytes(received[p.target])
+                source = _of(group.published.of_ranks[peer], at, target.shape, target.dtype)
+                copies.append((target, source))
+        return Exchange(group.takes.run(copies), tuple(received), group.ranks, self._what)
+
+
+class _Arrival(Exchange):
+    """Results that this rank sends; after a barrier, those of all ranks have come."""
+
+    def __init__(self, works: list[Any], kept: tuple[Any, ...], group: _Group, what: str) -> None:
+        super().__init__(works, kept, group.ranks, what)
+        self._memory = group.results
+
+    def wait(self) -> None:
+        """Makes the current stream wait."""
+        super().wait()
+        self._memory.barrier()
+
+
+def _others_first(
+    pieces: Sequence[tuple[Piece, ...]], ranks: Ranks
+) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """The pieces by rank, beginning with the next one, so that ranks begin with different ones."""
+    for step in range(1, ranks.world + 1):
+        peer = (ranks.rank + step) % ranks.world
+        yield peer, pieces[peer]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _row_bytes(x: Tensor) -> int:
+    """The bytes of a row of x [rows, ...]."""
+    return math.prod(x.shape[1:]) * x.element_size()
+
+
+def _of(memory: Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in a rank's memory."""
+    size = math.prod(shape) * dtype.itemsize
+    return memory[begin : begin + size].view(dtype).view(tuple(shape))

@@ -1,0 +1,64 @@
+"""The transport that copies between memories of the ranks, with shared memory of CPUs in place of
+memory of GPUs: the same cases as over messages, bitwise equal."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch has no gloo", allow_module_level=True)
+
+from cases import Case  # noqa: E402
+from distributed_ranks import Pool  # noqa: E402
+from test_distributed import CASES, LAYOUTS, METHODS, case_of, compute, possible  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+def shared_memory(size, ranks, _device):
+    """One file per rank and allocation, which all ranks map."""
+    import torch.distributed as dist
+
+    from tilewise.distributed.copies import Memory
+
+    folder = [tempfile.mkdtemp() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(folder, group=ranks.group, group_src=0)
+    paths = [os.path.join(folder[0], str(rank)) for rank in range(ranks.world)]
+    of_ranks = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+    dist.barrier(ranks.group)
+    return Memory(of_ranks, lambda: dist.barrier(ranks.group), None)
+
+
+def both(group, case: Case, method: str, layout: str) -> bool:
+    """Whether results over both transports are equal, twice in a row."""
+    from tilewise.distributed import copies
+
+    expected = compute(group, case, method, layout)
+    copies.open_memory = shared_memory
+    os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"] = "copies"
+    try:
+        got = [compute(group, case, method, layout) for _ in range(2)]
+    finally:
+        del os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"]
+    return all(np.array_equal(expected[n], again[n]) for again in got for n in expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_copies_equal_messages(pool, world):
+    for name in CASES:
+        case = case_of(name)
+        for method in METHODS:
+            if possible(case, method):
+                for layout in LAYOUTS:
+                    assert all(pool.run(world, both, case, method, layout)), (name, method, layout)
