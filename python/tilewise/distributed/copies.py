@@ -69,7 +69,7 @@ class _Streams:
 
 
 class _Group:
-    """What the calls of a group share: memory that grows, streams, the slot of the next results."""
+    """Memory that grows, streams and the slot of the next results, for all calls of a group."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
