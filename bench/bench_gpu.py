@@ -9,7 +9,7 @@ and the copy bandwidth measured in the same run.
   python bench/bench_gpu.py --quick              the main points (under a minute)
   python bench/bench_gpu.py --points "bf16 D128 causal" --points "fp32 fwd"
   python bench/bench_gpu.py --time-limit 300 --json FILE --png FILE
-  python bench/bench_gpu.py --points "bf16 D128" --without-rest 0.5   without idle time
+  python bench/bench_gpu.py --points "bf16 D128" --back-to-back 0.5   without idle time
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--peers", metavar="NAMES", help="comma-separated, of: " + ", ".join(peers()))
     add(
-        "--without-rest",
+        "--back-to-back",
         type=float,
         default=0.0,
         metavar="SECONDS",
@@ -68,8 +68,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = gpu_arguments.parsed(parser, arguments)
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}, must be at least 1")
-    if options.without_rest < 0:
-        parser.error(f"--without-rest is {options.without_rest}, must be 0 (alternating) or more")
+    if options.back_to_back < 0:
+        parser.error(f"--back-to-back is {options.back_to_back}, must be 0 (alternating) or more")
     wanted = options.peers.split(",") if options.peers else peers()
     unknown = [n for n in wanted if n not in peers()]
     if unknown:
@@ -128,8 +128,8 @@ def measure(
         del expected
     else:
         errors = {n: {"unchecked": 0.0} for n in calls}
-    if options.without_rest:
-        timings = clock.without_rest(calls, options.without_rest)
+    if options.back_to_back:
+        timings = clock.back_to_back(calls, options.back_to_back)
     else:
         timings = clock.interleave(calls, options.rounds)
     return gpu_report.make_row(case, timings, errors, left_out, kernel(case, x))
@@ -137,8 +137,8 @@ def measure(
 
 def method(options: argparse.Namespace) -> str:
     """A description of how times are measured."""
-    if options.without_rest:
-        return f"{options.without_rest:g} s without rest, twice"
+    if options.back_to_back:
+        return f"{options.back_to_back:g} s back to back, twice"
     return f"medians of {options.rounds} rounds"
 
 
@@ -276,7 +276,7 @@ def run(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "machine": machine(options.device),
         "rounds": options.rounds,
-        "without_rest": options.without_rest,
+        "back_to_back": options.back_to_back,
     }
     result["roofline"] = gpu_timing.roofline(clock, options.device, size, size / 8192)
     facts, limits = result["machine"], result["roofline"]
@@ -300,7 +300,7 @@ def run(options: argparse.Namespace) -> int:
             row = measure(case, options, clock)
             result["rows"].append(row)
             gpu_report.print_line(gpu_report.line(row, limits))
-            if options.without_rest:
+            if options.back_to_back:
                 print(gpu_report.power_line(row), flush=True)
             bar.update(point=case.name)
             write(result, options.json)

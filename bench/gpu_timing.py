@@ -64,7 +64,7 @@ class Clock:
                 torch.cuda.synchronize()
         return {n: Timing([self._between(*m) for m in marks]) for n, marks in pending.items()}
 
-    def without_rest(
+    def back_to_back(
         self, calls: Mapping[str, Callable[[], Any]], seconds: float
     ) -> dict[str, Timing]:
         """Milliseconds per call when the device is never idle, as in training, where it is slower.

@@ -6,8 +6,8 @@ and ``_kvcache_numpy`` for arrays in CPU memory. Each is imported when it is fir
 whatever is neither a tensor nor such an array (``_numpy.as_array``).
 
 The public functions pass the arguments of a call to their backend as plain tuples, in the order of
-the fields of ``Request``, ``Sequences``, ``NewKeys`` and ``Where``. The fast path of tensors needs
-no more, and building a named tuple costs 3 % of the time of the shortest call.
+the fields of ``Request``, ``Sequences``, ``NewKeys`` and ``CacheLayout``. The fast path of tensors
+needs no more, and building a named tuple costs 3 % of the time of the shortest call.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class NewKeys(NamedTuple):
     cu_seqlens: Any = None  # [B + 1] int32
 
 
-class Where(NamedTuple):
-    """The arguments that say where the queries and keys of each sequence lie, unchecked."""
+class CacheLayout(NamedTuple):
+    """Where the queries and the cached keys of each sequence lie; the arguments are unchecked."""
 
     cache_batch_idx: Any = None
     cache_leftpad: Any = None

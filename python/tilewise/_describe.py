@@ -16,8 +16,8 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Extras(NamedTuple):
-    """Everything that describes a problem, except q, k and v.
+class OptionalFields(NamedTuple):
+    """The fields of ``tilewise_attention`` that may be left out: everything besides q, k and v.
 
     A negative window means no limit; a bound or a number of splits of 0 means "not given".
     """
@@ -53,36 +53,43 @@ class Extras(NamedTuple):
 
 
 def attention(
-    q: View, k: View, v: View, dtype: int, extras: Extras, device: tuple[int, int] = (_abi.CPU, 0)
+    q: View,
+    k: View,
+    v: View,
+    dtype: int,
+    optional: OptionalFields,
+    device: tuple[int, int] = (_abi.CPU, 0),
 ) -> Any:
     """The C struct of a problem whose shapes have been checked; out and lse are not set."""
     a = _abi.sized(_abi.Attention)
     a.device, a.device_index = device
     a.dtype = dtype
-    varlen_q, varlen_k = extras.cu_seqlens_q is not None, extras.cu_seqlens_k is not None
-    a.batch = extras.cu_seqlens_q.shape[0] - 1 if extras.cu_seqlens_q is not None else q.shape[0]
+    varlen_q, varlen_k = optional.cu_seqlens_q is not None, optional.cu_seqlens_k is not None
+    a.batch = (
+        optional.cu_seqlens_q.shape[0] - 1 if optional.cu_seqlens_q is not None else q.shape[0]
+    )
     a.seqlen_q, a.heads_q, a.head_dim = q.shape[-3:]
     a.heads_kv, a.head_dim_v = k.shape[-2], v.shape[-1]
-    if extras.block_table is not None:
+    if optional.block_table is not None:
         a.pages, a.page_size = k.shape[:2]
-        a.block_table_width = extras.block_table.shape[1]
-        a.block_table_stride = extras.block_table.strides[0]
+        a.block_table_width = optional.block_table.shape[1]
+        a.block_table_stride = optional.block_table.strides[0]
     else:
         a.seqlen_k = k.shape[-3]
-        a.kv_batch = 0 if varlen_k or extras.kv_batch_idx is None else k.shape[0]
+        a.kv_batch = 0 if varlen_k or optional.kv_batch_idx is None else k.shape[0]
     a.q, a.k, a.v = rows(q, varlen_q), rows(k, varlen_k), rows(v, varlen_k)
-    _fill_score(a, extras)
+    _fill_score(a, optional)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
                  "kv_batch_idx", "leftpad_k"):  # fmt: skip
-        setattr(a, name, _pointer(getattr(extras, name)))
-    a.max_seqlen_q, a.max_seqlen_k = extras.max_seqlen_q, extras.max_seqlen_k
-    a.num_splits = extras.num_splits
-    a.deterministic = int(extras.deterministic)
-    a.tf32 = int(extras.tf32)
-    a.check = int(extras.check)
-    a.batch_invariant = int(extras.batch_invariant)
-    a.kv_float8 = int(extras.kv_float8)
-    set_descale(a, extras.k_descale, extras.v_descale)
+        setattr(a, name, _pointer(getattr(optional, name)))
+    a.max_seqlen_q, a.max_seqlen_k = optional.max_seqlen_q, optional.max_seqlen_k
+    a.num_splits = optional.num_splits
+    a.deterministic = int(optional.deterministic)
+    a.tf32 = int(optional.tf32)
+    a.check = int(optional.check)
+    a.batch_invariant = int(optional.batch_invariant)
+    a.kv_float8 = int(optional.kv_float8)
+    set_descale(a, optional.k_descale, optional.v_descale)
     return a
 
 
@@ -121,21 +128,21 @@ def bias_strides(view: View) -> tuple[int, int, int]:
     return strides[0], strides[1], strides[2]
 
 
-def _fill_score(a: Any, extras: Extras) -> None:
-    a.window_left, a.window_right = extras.window_left, extras.window_right
-    a.scale, a.softcap = extras.scale, extras.softcap
-    a.scale_ptr = _pointer(extras.scale_tensor)
-    a.sinks = _pointer(extras.sinks)
-    if extras.alibi_slopes is not None:
-        a.alibi_slopes = extras.alibi_slopes.pointer
-        per_sequence = len(extras.alibi_slopes.shape) == 2
-        a.alibi_stride_batch = extras.alibi_slopes.strides[0] if per_sequence else 0
-    if extras.bias is not None:
-        a.bias = extras.bias.pointer
-        a.bias_dtype = extras.bias_dtype
-        a.bias_stride_batch, a.bias_stride_head, a.bias_stride_row = bias_strides(extras.bias)
-    a.dropout_p = extras.dropout_p
-    a.dropout_state = _pointer(extras.dropout_state)
+def _fill_score(a: Any, optional: OptionalFields) -> None:
+    a.window_left, a.window_right = optional.window_left, optional.window_right
+    a.scale, a.softcap = optional.scale, optional.softcap
+    a.scale_ptr = _pointer(optional.scale_tensor)
+    a.sinks = _pointer(optional.sinks)
+    if optional.alibi_slopes is not None:
+        a.alibi_slopes = optional.alibi_slopes.pointer
+        per_sequence = len(optional.alibi_slopes.shape) == 2
+        a.alibi_stride_batch = optional.alibi_slopes.strides[0] if per_sequence else 0
+    if optional.bias is not None:
+        a.bias = optional.bias.pointer
+        a.bias_dtype = optional.bias_dtype
+        a.bias_stride_batch, a.bias_stride_head, a.bias_stride_row = bias_strides(optional.bias)
+    a.dropout_p = optional.dropout_p
+    a.dropout_state = _pointer(optional.dropout_state)
 
 
 def _pointer(view: View | None) -> int | None:

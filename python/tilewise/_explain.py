@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from . import _abi, _check, _describe
-from ._cache import Where
+from ._cache import CacheLayout
 from ._check import UNBOUNDED, Window
 from ._library import c_library
 from ._request import Request, Sequences
@@ -94,11 +94,11 @@ def explain(
     function: Callable[..., Any]
     problem: _Problem
     if cached:
-        where = Where(
+        cache_layout = CacheLayout(
             cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q,
             max_seqlen_q,
         )  # fmt: skip
-        function, problem = attention_with_kvcache, _Cached(cache_seqlens, where)
+        function, problem = attention_with_kvcache, _Cached(cache_seqlens, cache_layout)
     elif sequences.or_none() is not None:
         function, problem = attention_varlen, sequences
     else:
@@ -133,7 +133,7 @@ class _Cached(NamedTuple):
     """A key/value cache, and the number of keys that each sequence has in it."""
 
     lengths: Any
-    where: Where
+    cache_layout: CacheLayout
 
 
 _Problem: TypeAlias = _Dense | Sequences | _Cached
@@ -161,7 +161,7 @@ def _describe_numpy(
 
     state = _numpy.np.random.get_state() if request.dropout_p else None
     if isinstance(given, _Cached):
-        problem = _kvcache_numpy.prepare(q, k, v, given.lengths, request, given.where)
+        problem = _kvcache_numpy.prepare(q, k, v, given.lengths, request, given.cache_layout)
     elif isinstance(given, Sequences):
         problem = _numpy.prepare_varlen(q, k, v, given, request)
     else:
@@ -180,7 +180,9 @@ def _describe_torch(
 
     with torch.random.fork_rng(enabled=bool(request.dropout_p)):
         if isinstance(problem, _Cached):
-            options = _kvcache_torch.prepare(q, k, v, problem.lengths, request, problem.where)
+            options = _kvcache_torch.prepare(
+                q, k, v, problem.lengths, request, problem.cache_layout
+            )
         elif isinstance(problem, Sequences):
             q, k, v, options = _torch.prepare_varlen(q, k, v, problem, request)
         else:
@@ -198,7 +200,9 @@ def _describe_torch(
     given["bias_dtype"] = 0 if bias is None else _abi.DTYPES[str(bias.dtype)[len("torch.") :]]
     dtype = _abi.DTYPES[str(q.dtype)[len("torch.") :]]
     device = (_abi.CUDA, q.device.index or 0) if q.is_cuda else (_abi.CPU, 0)
-    a = _describe.attention(view(q), view(k), view(v), dtype, _describe.Extras(**given), device)
+    a = _describe.attention(
+        view(q), view(k), view(v), dtype, _describe.OptionalFields(**given), device
+    )
     return a, torch.get_num_threads(), {"bias": bias} if bias is not None else {}
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from . import _abi, _check, _describe, _numpy
 from ._cache import (
+    CacheLayout,
     Entries,
     NewKeys,
-    Where,
     check_cache,
     check_entries,
     check_new,
@@ -123,8 +123,8 @@ class _Arrays(NamedTuple):
     batch: int
     arrays: dict[str, Array]  # by their names in the C struct
 
-    def problem(self, request: Request, where: Where) -> _numpy._Problem:
-        splits, max_rows = _check.split_count(where.num_splits), where.max_rows()
+    def problem(self, request: Request, layout: CacheLayout) -> _numpy._Problem:
+        splits, max_rows = _check.split_count(layout.num_splits), layout.max_rows()
         numbers = {"num_splits": splits, "max_seqlen_q": max_rows}
         return _numpy._describe_problem(
             self.q, self.k_cache, self.v_cache, self.batch, request, self.arrays, numbers, False
@@ -132,30 +132,30 @@ class _Arrays(NamedTuple):
 
 
 def prepare(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, request: Request, where: Where
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, request: Request, layout: CacheLayout
 ) -> _numpy._Problem:
     """The problem that ``attention_with_kvcache`` runs once new keys are in the cache."""
-    given = _check_arrays(q, k_cache, v_cache, lengths, request.bias, where, False)
-    return given.problem(request, where)
+    given = _check_arrays(q, k_cache, v_cache, lengths, request.bias, layout, False)
+    return given.problem(request, layout)
 
 
 def _check_arrays(
-    q: Any, k_cache: Any, v_cache: Any, lengths: Any, bias: Any, where: Where, writes: bool
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, bias: Any, layout: CacheLayout, writes: bool
 ) -> _Arrays:
     k_cache = _cache("k_cache", k_cache, writes)
     v_cache = _cache("v_cache", v_cache, writes)
     q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
-    table, index = where.block_table, where.cache_batch_idx
-    starts = _indices("cu_seqlens_q", where.cu_seqlens_q, (None,))
+    table, index = layout.block_table, layout.cache_batch_idx
+    starts = _indices("cu_seqlens_q", layout.cu_seqlens_q, (None,))
     if starts is not None and len(starts) < 1:
         raise ValueError("cu_seqlens_q is empty, but must be [batch + 1]")
     packed = None if starts is None else len(starts) - 1
     batch = check_cache(q, k_cache, v_cache, table, index, packed)
     arrays: dict[str, Array] = {}
     for name, given, value, dims in (
-        ("kv_batch_idx", "cache_batch_idx", where.cache_batch_idx, (batch,)),
-        ("leftpad_k", "cache_leftpad", where.cache_leftpad, (batch,)),
-        ("block_table", "block_table", where.block_table, (batch, None)),
+        ("kv_batch_idx", "cache_batch_idx", layout.cache_batch_idx, (batch,)),
+        ("leftpad_k", "cache_leftpad", layout.cache_leftpad, (batch,)),
+        ("block_table", "block_table", layout.block_table, (batch, None)),
         ("cu_seqlens_q", "cu_seqlens_q", starts, (batch + 1,)),
     ):
         array = _indices(given, value, dims)
@@ -183,20 +183,20 @@ def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Ar
 
 
 def attention_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], where: tuple[Any, ...],
+    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], layout: tuple[Any, ...],
     given: tuple[Any, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
     """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
-    ``NewKeys``, ``Where`` and ``Request``.
+    ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
-    return _attend(q, k_cache, v_cache, NewKeys(*new), Request(*given), Where(*where))
+    return _attend(q, k_cache, v_cache, NewKeys(*new), Request(*given), CacheLayout(*layout))
 
 
 def _attend(
-    q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, where: Where
+    q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Array, Array]:
     appends = check_new(new)
-    given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, where, appends)
+    given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, layout, appends)
     q, k_cache, v_cache, batch, arrays = given
     lengths, rotated = arrays.get("seqused_k"), q
     if appends:
@@ -207,8 +207,8 @@ def _attend(
             pad = arrays.get("leftpad_k")
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
         rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
-    problem = given._replace(q=rotated).problem(request, where)
-    _check.flag("check", where.check)
+    problem = given._replace(q=rotated).problem(request, layout)
+    _check.flag("check", layout.check)
     # Planning checks the arguments, so it comes before the append writes anything.
     out = np.empty((*q.shape[:-1], v_cache.shape[3]), q.dtype)
     lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from . import _check, _ops, _plain
 from ._cache import (
+    CacheLayout,
     Entries,
     NewKeys,
-    Where,
     check_cache,
     check_entries,
     check_max_rows,
@@ -199,15 +199,15 @@ def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: i
 
 
 def prepare(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request, where: Where
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request, layout: CacheLayout
 ) -> Options:
     """The options of a checked problem without its new keys, which seqused_k does not count."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    starts = index_tensor("cu_seqlens_q", where.cu_seqlens_q, q.device)
+    starts = index_tensor("cu_seqlens_q", layout.cu_seqlens_q, q.device)
     packed = None if starts is None else batch_of(starts)
-    table = index_tensor("block_table", where.block_table, q.device)
-    batch = check_cache(q, k_cache, v_cache, table, where.cache_batch_idx, packed)
-    max_rows = where.max_rows()
+    table = index_tensor("block_table", layout.block_table, q.device)
+    batch = check_cache(q, k_cache, v_cache, table, layout.cache_batch_idx, packed)
+    max_rows = layout.max_rows()
     if starts is not None and starts.device.type == "cpu" and _plain.is_eager():
         # The library checks them as well, but only after an append has written to the caches.
         check_starts("cu_seqlens_q", starts.tolist(), q.shape[0])
@@ -216,10 +216,10 @@ def prepare(
         cu_seqlens_q=starts,
         max_seqlen_q=max_rows,
         seqused_k=cache_lengths(lengths, batch, q.device),
-        kv_batch_idx=index_tensor("cache_batch_idx", where.cache_batch_idx, q.device),
-        leftpad_k=index_tensor("cache_leftpad", where.cache_leftpad, q.device),
+        kv_batch_idx=index_tensor("cache_batch_idx", layout.cache_batch_idx, q.device),
+        leftpad_k=index_tensor("cache_leftpad", layout.cache_leftpad, q.device),
         block_table=table,
-        num_splits=_check.split_count(where.num_splits),
+        num_splits=_check.split_count(layout.num_splits),
     )
     return _with_bias(options, request.bias, q, k_cache, batch)
 
@@ -240,14 +240,14 @@ def _indices_of(new: NewKeys, batch: int, device: torch.device) -> NewKeys:
 
 
 def attention_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], where: tuple[Any, ...],
+    q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], layout: tuple[Any, ...],
     given: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
-    ``NewKeys``, ``Where`` and ``Request``.
+    ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
     k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
-    batch_idx, leftpad, table, num_splits, check, starts, max_rows = where
+    batch_idx, leftpad, table, num_splits, check, starts, max_rows = layout
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
         batch_invariant, k_descale, v_descale,
@@ -264,18 +264,18 @@ def attention_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    return _general(q, k_cache, v_cache, NewKeys(*new), Request(*given), Where(*where))
+    return _general(q, k_cache, v_cache, NewKeys(*new), Request(*given), CacheLayout(*layout))
 
 
 @torch.no_grad()
 def _general(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, where: Where
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Tensor, Tensor]:
     """``attention_with_kvcache`` with any options, and with an append."""
-    options = prepare(q, k_cache, v_cache, new.lengths, request, where)
+    options = prepare(q, k_cache, v_cache, new.lengths, request, layout)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
-    if _check.flag("check", where.check):
+    if _check.flag("check", layout.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "check is True while the stream is being captured, but it waits for the GPU: only "

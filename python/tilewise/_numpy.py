@@ -266,7 +266,7 @@ def _describe_problem(
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
     bias = arrays.get("bias")
     known: dict[str, Any] = {name: view(array) for name, array in arrays.items()} | bounds
-    extras = _describe.Extras(
+    optional = _describe.OptionalFields(
         **known,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
         scale=_scale(request.scale, head_dim),
@@ -281,7 +281,7 @@ def _describe_problem(
         kv_float8=_check.is_float8(k.dtype),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
-    a = _describe.attention(view(q), view(k), view(v), dtype, extras)
+    a = _describe.attention(view(q), view(k), view(v), dtype, optional)
     bias_shape = () if request.bias is None else as_array("bias", request.bias).shape
     return _Problem(a, q, k, v, arrays, heads_first, bias_shape)
 

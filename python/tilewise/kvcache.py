@@ -83,12 +83,12 @@ def attention_with_kvcache(
         k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
         cu_seqlens_k_new,
     )  # fmt: skip
-    where = (
+    layout = (
         cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q
     )  # fmt: skip
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
         False, batch_invariant, k_descale, v_descale,
     )  # fmt: skip
-    results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, where, options)
+    results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, layout, options)
     return results if return_lse else results[0]

@@ -177,13 +177,13 @@ def test_a_run_on_the_cpu(tmp_path, capsys):
     assert "points at or above their bar" in capsys.readouterr().out
 
 
-def test_without_rest_each_contestant_runs_twice_back_to_back():
+def test_back_to_back_each_contestant_runs_twice():
     order = []
     calls = {
         "quick": lambda: order.append("quick"),
         "slow": lambda: (order.append("slow"), sleep()),
     }
-    found = Clock("cpu").without_rest(calls, 0.02)
+    found = Clock("cpu").back_to_back(calls, 0.02)
     changes = [b for a, b in zip(["", *order], order, strict=False) if a != b]
     assert changes == [
         "quick",
@@ -193,15 +193,15 @@ def test_without_rest_each_contestant_runs_twice_back_to_back():
     assert len(found["quick"].rounds) == len(found["slow"].rounds) == 2
     assert min(found["slow"].rounds) >= 1.0 > max(found["quick"].rounds)
     with pytest.raises(SystemExit):
-        bench_gpu.parse(["--without-rest", "-1"])
+        bench_gpu.parse(["--back-to-back", "-1"])
 
 
-def test_a_run_without_rest(tmp_path, capsys):
-    found = results_on_the_cpu(tmp_path, "--without-rest", "0.001", words="fwd full")
-    assert found["without_rest"] == 0.001
+def test_a_back_to_back_run(tmp_path, capsys):
+    found = results_on_the_cpu(tmp_path, "--back-to-back", "0.001", words="fwd full")
+    assert found["back_to_back"] == 0.001
     assert all(r["tflops"]["tilewise"] > 0 for r in found["rows"])
     printed = capsys.readouterr().out
-    assert "0.001 s without rest, twice" in printed
+    assert "0.001 s back to back, twice" in printed
     assert "    tilewise - W - MHz - pJ/flop; sdpa - W - MHz - pJ/flop" in printed
 
 
@@ -259,7 +259,7 @@ def test_power_is_measured_over_the_later_part_of_a_run(library, gpus):
     library.gpus = gpus
     clock = Clock("cpu")
     clock.meter = gpu_power.Meter("cuda")
-    timings = clock.without_rest({"tilewise": sleep, "fa2": sleep}, 0.4)
+    timings = clock.back_to_back({"tilewise": sleep, "fa2": sleep}, 0.4)
     assert [len(t.power) for t in timings.values()] == [2, 2]
     for reading in timings["tilewise"].power:
         assert reading.watts == pytest.approx(500, rel=0.25) and reading.sm_mhz == 1400
@@ -288,7 +288,7 @@ def test_missing_power_readings_are_shown_as_dashes(library, counts, monkeypatch
         monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
     clock = Clock("cpu")
     clock.meter = gpu_power.Meter("cuda")
-    timings = clock.without_rest({"tilewise": sleep}, 0.01)
+    timings = clock.back_to_back({"tilewise": sleep}, 0.01)
     made = gpu_report.make_row(CASE, timings, {"tilewise": {"out": 1e-3}}, {}, {})
     assert timings["tilewise"].power == [] and "watts" not in made
     assert gpu_report.power_line(made) == "    tilewise - W - MHz - pJ/flop"

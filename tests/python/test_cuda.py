@@ -223,8 +223,8 @@ def test_more_than_2_31_elements(much_memory):
         part = slice(first, first + 300)
         want = tilewise.attention(q[:, part], k[:, part], v[:, part], window=(20, 0))
         start = 0 if first == 0 else 20  # earlier rows see keys outside of the slice
-        apart = (out[:, part] - want)[:, start:].abs().max()
-        assert apart <= 2**-7 * want.abs().max(), first
+        largest = (out[:, part] - want)[:, start:].abs().max()
+        assert largest <= 2**-7 * want.abs().max(), first
 
 
 def test_memory_is_linear():

@@ -76,7 +76,7 @@ LENGTHS = {
     "full": (640,) * 6,
     "none": (0,) * 6,
     "one": (0, 0, 0, 0, 640, 0),
-    "apart": (640, 1, 0, 577, 64, 130),
+    "mixed": (640, 1, 0, 577, 64, 130),
     "many": tuple(320 if i % 45 == 7 else i % 4 for i in range(140)),
 }
 
@@ -122,7 +122,7 @@ def test_one_task_takes_several_heads(dtype, seed):
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_head_dims_that_end_inside_a_vector_load(dtype, group, head_dim, page_size):
-    """Keys end inside a step, pages hold rows anywhere, heads lie next to each other and apart."""
+    """Keys end inside a step, pages hold rows anywhere, heads are adjacent or have gaps."""
     check(
         Case(dtype=dtype, rows=(1,) * 4, keys=(312,) * 4, used_k=(1, 17, 160, 303), group=group,
              heads_kv=3, head_dim=head_dim[0], head_dim_v=head_dim[1], page_size=page_size,

@@ -187,8 +187,8 @@ def test_every_element_of_an_expanded_bias_gets_a_gradient(how):
     def loss(bias):
         return tilewise.attention(q, k, v, bias=bias).square().sum()
 
-    apart = base.repeat(2, 1, 1, 1).requires_grad_()
-    loss(apart).backward()
+    repeated = base.repeat(2, 1, 1, 1).requires_grad_()
+    loss(repeated).backward()
     if how == "leaf":
         view = base.expand(2, 4, 9, 9).detach().requires_grad_()
         loss(view).backward()
@@ -200,4 +200,4 @@ def test_every_element_of_an_expanded_bias_gets_a_gradient(how):
         given = view.grad
     else:
         given = torch.func.grad(loss)(base.expand(2, 4, 9, 9))
-    assert torch.allclose(given, apart.grad, atol=1e-5)
+    assert torch.allclose(given, repeated.grad, atol=1e-5)
