@@ -54,20 +54,6 @@ TILEWISE_DEVICE void stage_keys(const KeySums<C>& d, float scale, ptx::SharedAdd
   }
 }
 
-// Stores the first `count` of the elements in `x`, at any alignment.
-template <class C>
-TILEWISE_DEVICE void store_elements(typename C::Element::Storage* to, const uint32_t (&x)[4],
-                                    int64_t count) {
-#pragma unroll
-  for (int i = 0; i < 16 / C::Element::kBytes; ++i) {
-    if (i >= count) continue;
-    if constexpr (C::Element::kBytes == 2)
-      to[i] = {static_cast<uint16_t>(i % 2 == 0 ? x[i / 2] & 0xffffu : x[i / 2] >> 16)};
-    else
-      to[i] = ptx::float_of(x[i]);
-  }
-}
-
 // Presplits K and V of fp32 (tile::presplit) when they have arrived, since all warps split them in
 // every step.
 template <class C>
@@ -113,7 +99,7 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
       if (!C::kGeneral || aligned) {
         if (at < columns) ptx::st_global_v4_b32(row + at, x);
       } else {
-        store_elements<C>(row + at, x, columns - at);
+        tile::store_elements<typename C::Element>(row + at, x, static_cast<int>(columns - at));
       }
     }
   }

@@ -67,7 +67,7 @@ TILEWISE_DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(ptx::shared
 // Must precede every other use of shared memory for a tile.
 TILEWISE_DEVICE void load_sequence(const Problem& p, int64_t sequence) {
   if (ptx::thread_index() == 0) {
-    shared().sequence = sequence_of(p, sequence);
+    shared().sequence = tilewise::sequence_of(p, sequence);
     shared().score_mod = ScoreMod::of(p);
   }
   ptx::sync_block();
