@@ -51,10 +51,10 @@ struct TileOrder {
 
   // For dense batches whose tile lengths grow linearly, and a persistent grid of `ctas` CTAs that
   // take pairs wave by wave, every other wave in reverse. Pairs fill as many whole waves as
-  // possible; the remaining heads follow as one interleaved group, longest tiles first. This
-  // is 1 % slower on average than dynamic scheduling, but it needs no counter and no kernel that
-  // zeroes one. The last wave of pairs joins the group if it would be less than half full or if
-  // heads have many tiles.
+  // possible; the remaining heads follow as one interleaved group, longest tiles first. This is 1 %
+  // slower on average than dynamic scheduling, but it needs no counter and no kernel that zeroes
+  // one. The last wave of pairs joins the group if it would be less than half full or if heads have
+  // more than kShort tiles.
   void pair_tiles_for_waves(int32_t ctas) {
     constexpr int32_t kShort = 8;
     const int64_t batch_heads = int64_t{heads} * sequences;

@@ -6,8 +6,8 @@
 
 namespace tilewise::cuda::tile {
 
-// Loads of and stores to a B that is stored [n][k] as two tiles: the high parts and, `low` bytes
-// after them, the low parts.
+// For a B that is stored [n][k] as two tiles: the high parts and, `low` bytes after them, the low
+// parts.
 TILEWISE_DEVICE Fragment<F32> load_split(ptx::SharedAddress address, uint32_t low) {
   Fragment<F32> f;
   ptx::ldmatrix_x4(f.r, address);
