@@ -39,13 +39,13 @@ class ExactRow {
     for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) add_keys(key);
     const float l = sum_of_warp(l_);
     const float sink = p_.sinks != nullptr ? p_.sinks[head_] : kMinusInfinity;
-    const LogSum of_sink{sink, 0.0f};
-    LogSum of_keys;
-    if (l != 0.0f) of_keys = LogSum::of(m_, ptx::log_accurate(l));
-    LogSum base = of_keys < of_sink ? of_sink : of_keys;
+    const LogSum sink_lse{sink, 0.0f};
+    LogSum keys_lse;
+    if (l != 0.0f) keys_lse = LogSum::of(m_, ptx::log_accurate(l));
+    LogSum base = keys_lse < sink_lse ? sink_lse : keys_lse;
     base.lse = exponent_base(base.lse);
-    const float weight = exponential(of_keys.above(base));
-    const float total = weight + exponential(of_sink.above(base));
+    const float weight = exponential(keys_lse.above(base));
+    const float total = weight + exponential(sink_lse.above(base));
     const float factor =
         l == 0.0f ? 0.0f : weight / (total * l) * v_descale(p_, s_.batch, kv_head_);
     T* const out =

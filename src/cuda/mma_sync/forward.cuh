@@ -462,7 +462,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     result.set_to_nan();
   }
   if (p.flags.data != nullptr && !outputs_are_finite(saved, position, o, softmax.l)) [[unlikely]]
-    *flag_of<C>(p, saved) = 1;  // barriers order it after the 0
+    *flag_of<C>(p, saved) = 1;  // barriers order it after the 0 of find_tile
   bool is_whole = saved.splits == 1;
   if constexpr (C::kWarpPipeline) {
     if (combines) {
