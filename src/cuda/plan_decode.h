@@ -1,5 +1,5 @@
 // Planning of decodes: splits, clusters, chunks, warps per tile and PDL triggers. Splits are a
-// fixed number of pieces per sequence; chunks are pieces of equal length, which the GPU cuts out of
+// fixed number of parts of a sequence; chunks are parts of equal length, which the GPU cuts out of
 // a varlen batch. `blocks` is the number of tiles, over rows, heads and sequences, before their
 // keys are split. The evidence for each rule is in docs/lab/decode-planner-rules.md.
 #pragma once

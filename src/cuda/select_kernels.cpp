@@ -172,7 +172,7 @@ bool rows_fit_32_bits(const Problem& p) {
   return key_capacity(p) <= kMaxCount && p.page_size <= kMaxCount;
 }
 
-// Form::paged also counts the 16-byte pieces of a cache in 32 bits.
+// Form::paged also counts the 16-byte chunks of a cache in 32 bits.
 bool pages_fit_32_bits(const Problem& p) {
   const auto fits = [&](const tilewise_tensor& view) {
     const auto bytes = [&](int64_t size, int64_t stride) {

@@ -14,7 +14,7 @@ std::string environment(const char* name) {
 }
 
 [[noreturn]] void unknown(const char* name, const std::string& value, const char* allowed) {
-  throw Fault(std::string(name) + "=" + value + ": it is " + allowed);
+  throw Fault(std::string(name) + "=" + value + ": it must be " + allowed);
 }
 
 }  // namespace

@@ -13,9 +13,9 @@ namespace tilewise::cuda::common {
 TILEWISE_DEVICE float recompute_marker() { return ptx::float_of(0x7fc0105eu); }
 TILEWISE_DEVICE bool is_recompute_marker(float lse) { return ptx::bits_of(lse) == 0x7fc0105eu; }
 
-// Whether the splits of a row with this lse must not be combined: one is marked, or |lse| is
-// so large that its rounding to fp32 changes weights by more than 1e-4 (16-bit elements) or 2e-5
-// (fp32).
+// Whether combining the splits of a row, which has resulted in this lse, is not exact enough: lse
+// is NaN because that of a split is, or |lse| is so large that its rounding to fp32 changes weights
+// by more than 1e-4 (16-bit elements) or 2e-5 (fp32).
 template <class Element>
 TILEWISE_DEVICE bool combine_is_inexact(float lse) {
   constexpr float kMaxLse = Element::kBytes == 2 ? 0x1p11f : 0x1p8f;
@@ -29,8 +29,8 @@ struct CombineWeights {
   // Marks a split that saw no key: its output is not read, because it may be NaN.
   static constexpr float kNoWeight = -1.0f;
 
-  float base = 0.0f;
-  float inverse = 0.0f;
+  float base = 0.0f;     // the largest lse of a split, or the sink
+  float inverse = 0.0f;  // 1 / (the sum of exp(lse - base) over all splits and the sink)
 
   // `highest`: the maximum of the lse values that this lane holds.
   TILEWISE_DEVICE void begin(float highest, float sink) {
@@ -42,6 +42,7 @@ struct CombineWeights {
     inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     return sum == 0.0f ? kMinusInfinity : base + ptx::log_accurate(sum);
   }
+  // The weight of the split with this lse.
   TILEWISE_DEVICE float of(float lse) const {
     return lse == kMinusInfinity ? kNoWeight : exponential(lse - base) * inverse;
   }

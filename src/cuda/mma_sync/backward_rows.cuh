@@ -52,7 +52,7 @@ class TileRecord {
   ptx::SharedAddress at_;
 };
 
-// The 16-byte pieces of Q or dO that this thread copies.
+// The 16-byte chunks of Q or dO that this thread copies.
 template <class C>
 class RowPointer {
   using Plan = BackwardPlan<C>;
@@ -104,8 +104,8 @@ class RowPointer {
   static constexpr bool kOneColumn = Lanes::kColumns == 1;
 
   const char* from_;
-  int32_t bytes_;  // bytes of a row from this thread's first piece on
-  bool exists_;    // whether this thread's first piece lies in the row
+  int32_t bytes_;  // bytes of a row from this thread's first chunk on
+  bool exists_;    // whether this thread's first chunk lies in the row
   bool aligned_ = true;
 };
 

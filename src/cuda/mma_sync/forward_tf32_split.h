@@ -1,6 +1,6 @@
 // The pipeline of fp32 keys and values that the CTA splits into pairs of tf32 numbers once.
 //
-// A thread copies its own 16-byte pieces of a tile with cp.async, splits them when they have
+// A thread copies its own 16-byte chunks of a tile with cp.async, splits them when they have
 // arrived, and stores the high and low parts where all warps read them: V of a tile while its
 // scores are computed, K of the next one while its values are summed. One barrier before each
 // product is therefore enough, as in KvPipeline. Shared memory holds K and V as pairs (two tiles
