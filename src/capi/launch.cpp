@@ -70,12 +70,11 @@ void check_extent(const dispatch::Decision& decision, const Problem& p) {
 }
 
 // The explanation is made only for tilewise_plan and refusals: a launch allocates nothing.
-dispatch::Decision decide(const Problem& p, const Gradients* gradients,
-                          const dispatch::Device& device) {
-  dispatch::Decision decision = dispatch::plan(p, gradients, device);
+dispatch::Decision decide(const Request& request, const dispatch::Device& device) {
+  dispatch::Decision decision = dispatch::plan(request, device);
   if (decision.status != TILEWISE_OK)
-    refuse(decision.status, dispatch::explain(decision, p, gradients, device));
-  check_extent(decision, p);
+    refuse(decision.status, dispatch::explain(decision, request, device));
+  check_extent(decision, request.problem);
   return decision;
 }
 
@@ -83,9 +82,8 @@ void fill(char* text, std::size_t size, const std::string& value) {
   std::snprintf(text, size, "%s", value.c_str());
 }
 
-tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
-                            const dispatch::Device& device, bool texts) {
-  const dispatch::Decision decision = decide(p, gradients, device);
+tilewise_plan_info describe(const Request& request, const dispatch::Device& device, bool texts) {
+  const dispatch::Decision decision = decide(request, device);
   tilewise_plan_info info{};
   info.workspace_bytes = decision.workspace_bytes();
   if (decision.on_gpu()) {
@@ -99,8 +97,8 @@ tilewise_plan_info describe(const Problem& p, const Gradients* gradients,
     info.tile_k = decision.cpu.tile_k;
   }
   if (!texts) return info;
-  fill(info.kernel, sizeof(info.kernel), dispatch::kernel_name(decision, p, gradients));
-  fill(info.why, sizeof(info.why), dispatch::explain(decision, p, gradients, device));
+  fill(info.kernel, sizeof(info.kernel), dispatch::kernel_name(decision, request));
+  fill(info.why, sizeof(info.why), dispatch::explain(decision, request, device));
   return info;
 }
 
@@ -115,45 +113,40 @@ void check_workspace(const void* workspace, int64_t given, int64_t needed) {
   check_aligned("workspace", workspace, kWorkspaceAlignment);
 }
 
-void plan(const tilewise_attention* attention, const tilewise_gradients* gradients, int32_t pass,
-          tilewise_plan_info* info) {
-  check_pass(pass);
+void plan(const tilewise_attention* attention, const tilewise_gradients* gradients,
+          int32_t given_pass, tilewise_plan_info* info) {
+  const Pass pass = checked_pass(given_pass);
   check_struct_size(info, "plan");
-  const bool backward = pass == TILEWISE_PASS_BACKWARD;
-  require(backward || gradients == nullptr,
+  require(pass == Pass::backward || gradients == nullptr,
           "gradients is given for the forward pass: it must be NULL");
   const Problem p = validated_problem(attention, pass, Contents::unread);
-  Gradients g{};
-  if (backward) g = validated_gradients(gradients, p, Contents::unread);
+  const Gradients g =
+      pass == Pass::backward ? validated_gradients(gradients, p, Contents::unread) : kNoGradients;
   const int32_t threads = make_parallel(p.parallel).threads;
   const bool texts = info->struct_size > offsetof(tilewise_plan_info, kernel);
-  write_struct(describe(p, backward ? &g : nullptr, device_of(p, threads), texts), info);
+  write_struct(describe({p, pass, g}, device_of(p, threads), texts), info);
+}
+
+void run(const Request& request, void* workspace, int64_t workspace_bytes) {
+  const Parallel parallel = make_parallel(request.problem.parallel);
+  const dispatch::Decision decision = decide(request, device_of(request.problem, parallel.threads));
+  check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
+  if (decision.on_gpu()) {
+    on_gpu([&] { cuda::launch(request, decision.cuda, workspace); });
+  } else {
+    cpu::launch(request, decision.cpu, workspace, parallel);
+  }
 }
 
 void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {
-  const Problem p = validated_problem(attention, TILEWISE_PASS_FORWARD, Contents::read);
-  const Parallel parallel = make_parallel(p.parallel);
-  const dispatch::Decision decision = decide(p, nullptr, device_of(p, parallel.threads));
-  check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
-  if (decision.on_gpu()) {
-    on_gpu([&] { cuda::forward(p, decision.cuda, workspace); });
-  } else {
-    cpu::forward(p, decision.cpu, workspace, parallel);
-  }
+  run(validated_problem(attention, Pass::forward, Contents::read), workspace, workspace_bytes);
 }
 
 void backward(const tilewise_attention* attention, const tilewise_gradients* gradients,
               void* workspace, int64_t workspace_bytes) {
-  const Problem p = validated_problem(attention, TILEWISE_PASS_BACKWARD, Contents::read);
+  const Problem p = validated_problem(attention, Pass::backward, Contents::read);
   const Gradients g = validated_gradients(gradients, p, Contents::read);
-  const Parallel parallel = make_parallel(p.parallel);
-  const dispatch::Decision decision = decide(p, &g, device_of(p, parallel.threads));
-  check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
-  if (decision.on_gpu()) {
-    on_gpu([&] { cuda::backward(p, g, decision.cuda, workspace); });
-  } else {
-    cpu::backward(p, g, decision.cpu, workspace, parallel);
-  }
+  run({p, g}, workspace, workspace_bytes);
 }
 
 }  // namespace

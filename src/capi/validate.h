@@ -6,21 +6,22 @@
 // for a launch on the CPU.
 #pragma once
 
-#include "attention/problem.h"
+#include "attention/request.h"
 
 namespace tilewise::capi {
 
 enum class Contents { unread, pointers, read };
 
 // `pass` determines which tensors are written and which must be given.
-Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents);
+Problem validated_problem(const tilewise_attention* given, Pass pass, Contents contents);
 Gradients validated_gradients(const tilewise_gradients* given, const Problem& problem,
                               Contents contents);
 tilewise_kv_append validated_append(const tilewise_kv_append* given);
 // For a validated append on a GPU: copies its index arrays to the host and checks their entries.
 void check_entries_of_gpu(const tilewise_kv_append& append);
 
-void check_pass(int32_t pass);
+// Refuses a pass that does not exist.
+Pass checked_pass(int32_t pass);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <utility>
 
-#include "attention/problem.h"
+#include "attention/request.h"
 #include "capi/problem_views.h"
 #include "capi/validate.h"
 #include "capi/versioned.h"
@@ -132,8 +132,8 @@ void check_bounds(const Problem& p) {
   }
 }
 
-void check_views(const Problem& p, int32_t pass, Contents contents) {
-  const bool backward = pass == TILEWISE_PASS_BACKWARD;
+void check_views(const Problem& p, Pass pass, Contents contents) {
+  const bool backward = pass == Pass::backward;
   const View views[] = {
       rows_view("q", p.q, p, p.head_dim, Access::read),
       keys_view("k", p.k, p, p.head_dim),
@@ -190,7 +190,7 @@ void join_broadcast_heads(Problem& p) {
 
 }  // namespace
 
-Problem validated_problem(const tilewise_attention* given, int32_t pass, Contents contents) {
+Problem validated_problem(const tilewise_attention* given, Pass pass, Contents contents) {
   Problem p = read_struct(given, "attention");
   check_device(p.device, p.device_index);
   if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
@@ -204,7 +204,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_float8(
       p.kv_float8, p.dtype, {p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},
       {p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head}, p.batch, p.heads_kv);
-  if (p.kv_float8 != 0 && pass == TILEWISE_PASS_BACKWARD) {
+  if (p.kv_float8 != 0 && pass == Pass::backward) {
     refuse(
         TILEWISE_UNSUPPORTED,
         "backward with kv_float8: only the forward supports keys and values of float8_e4m3; k and "
@@ -214,7 +214,7 @@ Problem validated_problem(const tilewise_attention* given, int32_t pass, Content
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
   if (contents == Contents::read) check_index_arrays(p);
-  if (pass == TILEWISE_PASS_FORWARD) join_broadcast_heads(p);
+  if (pass == Pass::forward) join_broadcast_heads(p);
   return p;
 }
 
@@ -238,9 +238,10 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
   }
 }
 
-void check_pass(int32_t pass) {
+Pass checked_pass(int32_t pass) {
   require(pass == TILEWISE_PASS_FORWARD || pass == TILEWISE_PASS_BACKWARD, "pass is ", pass,
           ": it must be 0 (forward) or 1 (backward)");
+  return static_cast<Pass>(pass);
 }
 
 void check_device(int32_t device, int32_t device_index) {

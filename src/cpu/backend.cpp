@@ -406,15 +406,14 @@ struct BackwardLaunch {
 
 }  // namespace
 
-void forward(const Problem& p, const Plan& plan, void* workspace, const Parallel& parallel) {
+void launch(const Request& request, const Plan& plan, void* workspace, const Parallel& parallel) {
   Arena arena{static_cast<char*>(workspace)};
-  ForwardLaunch(p, plan, arena, parallel).run();
-}
-
-void backward(const Problem& p, const Gradients& g, const Plan& plan, void* workspace,
-              const Parallel& parallel) {
-  Arena arena{static_cast<char*>(workspace)};
-  BackwardLaunch(p, g, plan, arena, parallel).run();
+  switch (request.pass) {
+    case Pass::forward:
+      return ForwardLaunch(request.problem, plan, arena, parallel).run();
+    case Pass::backward:
+      return BackwardLaunch(request.problem, request.gradients, plan, arena, parallel).run();
+  }
 }
 
 }  // namespace tilewise::cpu

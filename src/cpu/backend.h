@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "attention/problem.h"
+#include "attention/request.h"
 #include "attention/schedule.h"
 #include "base/parallel.h"
 
@@ -40,13 +40,10 @@ struct Plan {
   const char* engine;  // "fma", "dot", "amx", "amx_split", "stream" (decoding)
 };
 
-Plan plan_forward(const Problem& problem, Isa isa, int32_t threads);
-Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads);
+Plan plan(const Request& request, Isa isa, int32_t threads);
 
-// The problem has been validated, and the workspace has at least plan.workspace_bytes, 64-byte
+// The request has been validated, and the workspace has at least plan.workspace_bytes, 64-byte
 // aligned. Every requested output is written in full.
-void forward(const Problem& problem, const Plan& plan, void* workspace, const Parallel& parallel);
-void backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace,
-              const Parallel& parallel);
+void launch(const Request& request, const Plan& plan, void* workspace, const Parallel& parallel);
 
 }  // namespace tilewise::cpu

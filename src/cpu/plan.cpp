@@ -59,8 +59,6 @@ int64_t heads_of_item(const Problem& p, const Plan& plan) {
   return clamp(items / (kMinItemsPerThread * plan.threads), 1, p.heads_kv);
 }
 
-}  // namespace
-
 Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
   const Shape shape = forward_shape(problem, isa);
   Plan plan{};
@@ -91,6 +89,18 @@ Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, 
   BackwardLayout(problem, gradients, shape, plan, arena);
   plan.workspace_bytes = arena.used;
   return plan;
+}
+
+}  // namespace
+
+Plan plan(const Request& request, Isa isa, int32_t threads) {
+  switch (request.pass) {
+    case Pass::forward:
+      return plan_forward(request.problem, isa, threads);
+    case Pass::backward:
+      return plan_backward(request.problem, request.gradients, isa, threads);
+  }
+  return {};
 }
 
 }  // namespace tilewise::cpu

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/index_fault.h"
-#include "attention/problem.h"
+#include "attention/request.h"
 #include "attention/schedule.h"
 #include "cuda/cta_placement.h"
 #include "cuda/form.h"
@@ -63,14 +63,9 @@ struct Plan {
   bool can_be_launched() const { return grid <= kMaxBlocks; }
 };
 
-// Whether this build has a kernel of the family for the problem on the described GPU.
-bool has_forward(const Problem& problem, Family family, const Gpu& gpu);
-bool has_backward(const Problem& problem, const Gradients& gradients, Family family,
-                  const Gpu& gpu);
-
-Plan plan_forward(const Problem& problem, Family family, const Gpu& gpu);
-Plan plan_backward(const Problem& problem, const Gradients& gradients, Family family,
-                   const Gpu& gpu);
+// The plan of a family whose kernels are in `registry`; it has no kernel set if none of these
+// serves the request.
+Plan plan(const Request& request, Family family, const Gpu& gpu, const Registry& registry);
 
 // Thrown when `check` finds an entry of an index array that is not allowed, or when the stream is
 // being captured, so that the check cannot wait for its result.
@@ -78,11 +73,9 @@ struct InvalidArgument : Error {
   using Error::Error;
 };
 
-// Run on problem.stream of GPU problem.device_index. The problem has been validated; the workspace
+// Runs on problem.stream of GPU problem.device_index. The request has been validated; the workspace
 // is GPU memory of at least plan.workspace_bytes, aligned to 64 bytes.
-void forward(const Problem& problem, const Plan& plan, void* workspace);
-void backward(const Problem& problem, const Gradients& gradients, const Plan& plan,
-              void* workspace);
+void launch(const Request& request, const Plan& plan, void* workspace);
 void append_kv(const tilewise_kv_append& append);
 
 // A fault of an index array in words.

@@ -19,11 +19,22 @@ void refuse_capture(Stream stream) {
 
 }  // namespace
 
-void check_entries(const Problem& p, const Gradients* g, void* report) {
+void launch(const Request& request, const Plan& plan, void* workspace) {
+  const DeviceScope scope(request.problem.device_index);
+  switch (request.pass) {
+    case Pass::forward:
+      return launch_forward(request.problem, plan, workspace);
+    case Pass::backward:
+      return launch_backward(request, plan, workspace);
+  }
+}
+
+void check_entries(const Request& request, void* report) {
+  const Problem& p = request.problem;
   refuse_capture(p.stream);
   common::CheckParams params;
   params.problem = p;
-  if (g != nullptr) params.gradients = *g;
+  params.gradients = request.gradients;
   params.report = static_cast<IndexFault*>(report);
   launch(common::check_kernel(), common::kCheckBlocks, p.stream, params);
   IndexFault found{};

@@ -8,8 +8,11 @@
 namespace tilewise::cuda {
 
 // Checks the index arrays on the GPU and waits for the result; throws InvalidArgument for a fault.
-// `report` is an IndexFault in the workspace; `g` is null for the forward.
-void check_entries(const Problem& p, const Gradients* g, void* report);
+// `report` is an IndexFault in the workspace.
+void check_entries(const Request& request, void* report);
+
+void launch_forward(const Problem& p, const Plan& plan, void* workspace);
+void launch_backward(const Request& request, const Plan& plan, void* workspace);
 
 // Returns an id that is unique within the process. Ids count up from a random number, so that
 // uninitialised memory is unlikely to hold one.

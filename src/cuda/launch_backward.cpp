@@ -129,10 +129,11 @@ void scalar_gradients(const Problem& p, const Gradients& g, const BackwardWorksp
 
 }  // namespace
 
-void backward(const Problem& given, const Gradients& g, const Plan& plan, void* workspace) {
-  const DeviceScope scope(given.device_index);
+void launch_backward(const Request& request, const Plan& plan, void* workspace) {
+  const Problem& given = request.problem;
+  const Gradients& g = request.gradients;
   const BackwardWorkspace regions = backward_workspace(given, g, plan);
-  if (given.check != 0) check_entries(given, &g, regions.report.in<void>(workspace));
+  if (given.check != 0) check_entries(request, regions.report.in<void>(workspace));
   const Problem p = prepare_all(given, g, plan, regions, workspace);
   main_gradients(p, g, plan, main_params(p, g, plan, regions, workspace));
   if (g.dbias != nullptr) {

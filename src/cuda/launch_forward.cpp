@@ -86,10 +86,9 @@ void launch_tma_decode(const Problem& p, const Plan& plan, const ForwardParams& 
 
 }  // namespace
 
-void forward(const Problem& p, const Plan& plan, void* workspace) {
-  const DeviceScope scope(p.device_index);
+void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
   const ForwardWorkspace regions = forward_workspace(p, plan);
-  if (p.check != 0) check_entries(p, nullptr, regions.report.in<void>(workspace));
+  if (p.check != 0) check_entries(p, regions.report.in<void>(workspace));
 
   common::PrepareParams prepared = common::prepare_forward(p);
   if (regions.table.bytes > 0) {

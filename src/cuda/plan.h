@@ -9,22 +9,18 @@
 
 namespace tilewise::cuda {
 
-// The kernels that serve a pass of a problem; null: none do. The tile table is the GPU's own or the
+// The kernels that serve a request; null: none do. The tile table is the GPU's own or the
 // forced one. If the build lacks the GPU's own, it is the nearest lower one whose code the GPU runs
 // and whose tiles fit its shared memory.
-const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
+const KernelSet* find_kernels(const Request& request, Family family, const Gpu& gpu,
                               const Registry& registry);
-const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
-                               const Registry& registry);
 
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry);
-Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
-                   const Registry& registry);
+Plan plan_backward(const Request& request, Family family, const Gpu& gpu, const Registry& registry);
 
-// Whether the fast path serves the forward or, when `g` is given, the backward: the problem has no
-// option of the general form, and every row that is read or written starts at a multiple of 16
-// bytes.
-bool fits_plain(const Problem& p, const Gradients* g);
+// Whether the fast path serves the request: it has no option of the general form, and every row
+// that is read or written starts at a multiple of 16 bytes.
+bool fits_plain(const Request& request);
 
 // The kernel form for a forward.
 Form forward_form(const Problem& p, const KernelSet& kernel_set);
@@ -32,9 +28,9 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set);
 // Whether a forward has so few rows that it uses the decode tiles of mma_sync instead of wgmma.
 bool is_decode(const Problem& p);
 
-// Why the wgmma family does not serve the pass on any GPU; null: it does. The text continues a
+// Why the wgmma family does not serve the request on any GPU; null: it does. The text continues a
 // sentence after "but ".
-const char* why_not_wgmma(const Problem& p, const Gradients* g);
+const char* why_not_wgmma(const Request& request);
 
 // Whether 0 * NaN of a masked key may contaminate a row, because some key tile has keys that only
 // some rows attend to. See Flags and, for the wgmma forward, NanRecompute. False when the limits of

@@ -81,14 +81,16 @@ int64_t largest_grid(const Problem& p, const Gradients& g, const Plan& plan) {
 
 }  // namespace
 
-Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu,
+Plan plan_backward(const Request& request, Family family, const Gpu& gpu,
                    const Registry& registry) {
+  const Problem& p = request.problem;
+  const Gradients& g = request.gradients;
   Plan plan;
   plan.family = family;
-  plan.kernel_set = find_backward(p, &g, family, gpu, registry);
+  plan.kernel_set = find_kernels(request, family, gpu, registry);
   if (plan.kernel_set == nullptr) return plan;
   const KernelSet& kernel_set = *plan.kernel_set;
-  plan.form = fits_plain(p, &g) ? Form::plain : Form::general;
+  plan.form = fits_plain(request) ? Form::plain : Form::general;
   plan.architecture = kernel_set.architecture;
   plan.head_dim = kernel_set.head_dim;
   plan.tile_q = kernel_set.backward_tile.rows;
@@ -99,13 +101,9 @@ Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gp
   plan.grid = largest_grid(p, g, plan);
   if (!plan.can_be_launched()) return plan;
   if (family != Family::simt && nan_may_leak(p))
-    plan.nan_recompute = find_backward(p, &g, Family::simt, gpu, registry);
+    plan.nan_recompute = find_kernels(request, Family::simt, gpu, registry);
   plan.workspace_bytes = backward_workspace(p, g, plan).bytes;
   return plan;
-}
-
-Plan plan_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu) {
-  return plan_backward(p, g, family, gpu, registry());
 }
 
 int64_t row_blocks(const Problem& p, const Plan& plan) {

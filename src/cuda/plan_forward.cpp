@@ -307,7 +307,7 @@ int64_t packed_rows(const Problem& p, const Plan& plan) { return max_rows(p) * p
 Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry) {
   Plan plan;
   plan.family = family;
-  plan.kernel_set = find_forward(p, family, gpu, registry);
+  plan.kernel_set = find_kernels(p, family, gpu, registry);
   if (plan.kernel_set == nullptr) return plan;
   const KernelSet& kernel_set = *plan.kernel_set;
   plan.form = forward_form(p, kernel_set);
@@ -347,15 +347,21 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
     plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
   }
   if (family == Family::mma_sync && nan_may_leak(p))
-    plan.nan_recompute = find_forward(p, Family::simt, gpu, registry);
+    plan.nan_recompute = find_kernels(p, Family::simt, gpu, registry);
   plan.pdl_trigger = choose_pdl_trigger(plan, gpu);
   plan.combine_pdl_trigger = choose_combine_pdl_trigger(p, plan, gpu);
   plan.workspace_bytes = forward_workspace(p, plan).bytes;
   return plan;
 }
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu) {
-  return plan_forward(p, family, gpu, registry());
+Plan plan(const Request& request, Family family, const Gpu& gpu, const Registry& registry) {
+  switch (request.pass) {
+    case Pass::forward:
+      return plan_forward(request.problem, family, gpu, registry);
+    case Pass::backward:
+      return plan_backward(request, family, gpu, registry);
+  }
+  return {};
 }
 
 ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {

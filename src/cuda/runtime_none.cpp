@@ -19,8 +19,7 @@ const Gpu& gpu(int32_t) { throw Error(kWhy); }
 std::string gpu_name(int32_t) { throw Error(kWhy); }
 int64_t gpu_memory_bytes(int32_t) { throw Error(kWhy); }
 
-void forward(const Problem&, const Plan&, void*) { throw Error(kWhy); }
-void backward(const Problem&, const Gradients&, const Plan&, void*) { throw Error(kWhy); }
+void launch(const Request&, const Plan&, void*) { throw Error(kWhy); }
 void append_kv(const tilewise_kv_append&) { throw Error(kWhy); }
 void read_entries(int32_t*, const int32_t*, int64_t, int32_t, void*) { throw Error(kWhy); }
 IndexError last_index_error(int32_t, IndexFault*) { throw Error(kWhy); }

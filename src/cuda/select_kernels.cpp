@@ -108,9 +108,11 @@ bool aligned(const tilewise_tensor& view, const Shape& shape, int64_t element_by
 
 }  // namespace
 
+namespace {
+
 const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
                               const Registry& registry) {
-  if (family == Family::wgmma && why_not_wgmma(p, nullptr) != nullptr) return nullptr;
+  if (family == Family::wgmma && why_not_wgmma(p) != nullptr) return nullptr;
   const KernelSet* kernel_set = find(p, family, gpu, registry, serves_forward);
   if (kernel_set == nullptr || family == Family::simt) return kernel_set;
   if (family == Family::mma_sync && nan_may_leak(p) &&
@@ -125,24 +127,25 @@ const KernelSet* find_forward(const Problem& p, Family family, const Gpu& gpu,
   return kernel_set->few_rows;
 }
 
-const KernelSet* find_backward(const Problem& p, const Gradients* g, Family family, const Gpu& gpu,
+const KernelSet* find_backward(const Request& request, Family family, const Gpu& gpu,
                                const Registry& registry) {
-  if (family == Family::wgmma && why_not_wgmma(p, g) != nullptr) return nullptr;
+  const Problem& p = request.problem;
+  if (family == Family::wgmma && why_not_wgmma(request) != nullptr) return nullptr;
   const KernelSet* kernel_set = find(p, family, gpu, registry, serves_backward);
   if (kernel_set == nullptr || family == Family::simt) return kernel_set;
-  if (nan_may_leak(p) && find_backward(p, g, Family::simt, gpu, registry) == nullptr)
+  if (nan_may_leak(p) && find_backward(request, Family::simt, gpu, registry) == nullptr)
     return nullptr;
   const bool few_rows = arch::Sm90a::prefers_small_backward(kernel_set->head_dim, selection_rows(p),
-                                                            nan_may_leak(p), !fits_plain(p, g));
+                                                            nan_may_leak(p), !fits_plain(request));
   if (!few_rows || kernel_set->few_rows == nullptr || !serves_backward(*kernel_set->few_rows, gpu))
     return kernel_set;
   return kernel_set->few_rows;
 }
 
-namespace {
-
 // Whether every row that is read or written, also inside pages, starts at a multiple of 16 bytes.
-bool rows_are_aligned(const Problem& p, const Gradients* g) {
+bool rows_are_aligned(const Request& request) {
+  const Problem& p = request.problem;
+  const Gradients& g = request.gradients;
   const int64_t bytes = element_bytes(p);
   const int64_t bytes_of_key = key_bytes(p);
   if (p.head_dim * bytes_of_key % kAlignment != 0 || p.head_dim_v * bytes_of_key % kAlignment != 0)
@@ -155,14 +158,14 @@ bool rows_are_aligned(const Problem& p, const Gradients* g) {
                       paged ? p.page_size : p.seqlen_k, p.heads_kv};
   const bool inputs = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
                       aligned(p.k, keys, bytes_of_key) && aligned(p.v, keys, bytes_of_key);
-  if (g == nullptr || !inputs) return inputs;
+  if (request.is(Pass::forward) || !inputs) return inputs;
   const Shape gradients =
       common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
   const auto aligned_if_given = [&](const tilewise_tensor& view, const Shape& shape) {
     return view.data == nullptr || aligned(view, shape, bytes);
   };
-  return aligned(g->dout, rows, bytes) && aligned_if_given(g->dq, rows) &&
-         aligned_if_given(g->dk, gradients) && aligned_if_given(g->dv, gradients);
+  return aligned(g.dout, rows, bytes) && aligned_if_given(g.dq, rows) &&
+         aligned_if_given(g.dk, gradients) && aligned_if_given(g.dv, gradients);
 }
 
 // The paged forms count the rows of a sequence in 32 bits.
@@ -217,17 +220,29 @@ bool pages_fit_boxes(const Problem& p, int64_t keys) {
 
 }  // namespace
 
-bool fits_plain(const Problem& p, const Gradients* g) {
-  return !is_general(p) && p.block_table == nullptr && rows_are_aligned(p, g);
+const KernelSet* find_kernels(const Request& request, Family family, const Gpu& gpu,
+                              const Registry& registry) {
+  switch (request.pass) {
+    case Pass::forward:
+      return find_forward(request.problem, family, gpu, registry);
+    case Pass::backward:
+      return find_backward(request, family, gpu, registry);
+  }
+  return nullptr;
+}
+
+bool fits_plain(const Request& request) {
+  const Problem& p = request.problem;
+  return !is_general(p) && p.block_table == nullptr && rows_are_aligned(request);
 }
 
 Form forward_form(const Problem& p, const KernelSet& kernel_set) {
-  if (fits_plain(p, nullptr)) {
+  if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;
     return kernel_set.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
   }
-  const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p, nullptr);
+  const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p);
   if (!paged) return Form::general;
   if (kernel_set.tma_paged.tma_forward.function != nullptr &&
       pages_fit_boxes(p, kernel_set.forward_tile.keys))
@@ -241,24 +256,26 @@ bool is_decode(const Problem& p) {
   return selection_rows(p) * group_size(p) <= kMaxDecodeRows;
 }
 
-const char* why_not_wgmma(const Problem& p, const Gradients* g) {
+const char* why_not_wgmma(const Request& request) {
+  const Problem& p = request.problem;
+  const bool forward = request.is(Pass::forward);
   if (p.dtype == TILEWISE_FLOAT32) return "it computes only float16 and bfloat16";
   if (p.kv_float8 != 0) return "TMA does not convert float8";
-  if (g == nullptr && p.batch_invariant != 0)
-    return "batch_invariant needs one kernel for all lengths";
-  if (g == nullptr && is_decode(p)) return "its tiles have 64 rows, and the problem has fewer";
-  if (!rows_are_aligned(p, g))
+  if (forward && p.batch_invariant != 0) return "batch_invariant needs one kernel for all lengths";
+  if (forward && is_decode(p)) return "its tiles have 64 rows, and the problem has fewer";
+  if (!rows_are_aligned(request))
     return "TMA needs rows that start at multiples of 16 bytes and head dims that are multiples of "
            "8";
   // kMinTmaPageRows divides every key tile; a box has the largest number of rows that divides both
   // the tile and the page.
   const bool paged = p.block_table != nullptr;
-  if (g == nullptr && paged && p.page_size % kMinTmaPageRows != 0)
+  if (forward && paged && p.page_size % kMinTmaPageRows != 0)
     return "TMA needs pages of a multiple of 16 keys";
-  if (g == nullptr && paged && !pages_are_mappable(p))
+  if (forward && paged && !pages_are_mappable(p))
     return "TMA needs pages with strides below 2^40 bytes and without left padding";
   const Shape rows = {p.cu_seqlens_q != nullptr ? 1 : p.batch, p.seqlen_q, p.heads_q};
-  const bool mappable = is_mappable(p.q, rows) && (g == nullptr || is_mappable(g->dout, rows)) &&
+  const bool mappable = is_mappable(p.q, rows) &&
+                        (forward || is_mappable(request.gradients.dout, rows)) &&
                         (paged || keys_are_mappable(p));
   return mappable ? nullptr : "TMA needs strides that are not negative and below 2^40 bytes";
 }
@@ -268,14 +285,6 @@ bool nan_may_leak(const Problem& p) {
   const bool left = p.window_left >= 0 && p.window_left < max_keys(p) - 1;
   const bool right = p.window_right >= 0 && p.window_right < max_rows(p) - 1;
   return left || right;
-}
-
-bool has_forward(const Problem& p, Family family, const Gpu& gpu) {
-  return find_forward(p, family, gpu, registry()) != nullptr;
-}
-
-bool has_backward(const Problem& p, const Gradients& g, Family family, const Gpu& gpu) {
-  return find_backward(p, &g, family, gpu, registry()) != nullptr;
 }
 
 }  // namespace tilewise::cuda

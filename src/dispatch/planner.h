@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "attention/problem.h"
+#include "attention/request.h"
 #include "dispatch/device.h"
 #include "dispatch/manifest.h"
 
@@ -20,17 +20,15 @@ struct Decision {
 };
 
 // A pure function of its arguments: the problem has been validated; nothing is dereferenced,
-// allocated or queried from the machine. `gradients` is null for the forward.
-Decision plan(const Problem& problem, const Gradients* gradients, const Device& device);
+// allocated or queried from the machine.
+Decision plan(const Request& request, const Device& device);
 
 // "cpu.avx512_bf16.forward.bf16"; empty if no family serves the problem.
-std::string kernel_name(const Decision& decision, const Problem& problem,
-                        const Gradients* gradients);
+std::string kernel_name(const Decision& decision, const Request& request);
 
 // One line: why this family, and not the faster one; or what is missing if no family serves the
 // problem.
-std::string explain(const Decision& decision, const Problem& problem, const Gradients* gradients,
-                    const Device& device);
+std::string explain(const Decision& decision, const Request& request, const Device& device);
 
 // Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
 const char* short_dtype(int32_t dtype);
@@ -39,13 +37,12 @@ const char* short_dtype(int32_t dtype);
 bool can_run(const Family& family, const Device& device);
 
 // planner_cuda.cpp: the same questions for a CUDA device.
-Decision plan_cuda(const Problem& problem, const Gradients* gradients, const Device& device);
-std::string explain_cuda(const Decision& decision, const Problem& problem,
-                         const Gradients* gradients, const Device& device);
-std::string refuse_cuda(const Problem& problem, const Gradients* gradients, const Device& device);
+Decision plan_cuda(const Request& request, const Device& device);
+std::string explain_cuda(const Decision& decision, const Request& request, const Device& device);
+std::string refuse_cuda(const Request& request, const Device& device);
 
 // Shared by both halves of the planner.
-bool serves(const Family& family, const Problem& problem, const Gradients* gradients);
-std::string request_text(const Problem& problem, const Gradients* gradients);
+bool serves(const Family& family, const Request& request);
+std::string request_text(const Request& request);
 
 }  // namespace tilewise::dispatch

@@ -12,15 +12,15 @@ namespace {
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
 // Why wgmma does not serve a problem on a GPU that has it; empty if the problem is not the reason.
-std::string why_not_wgmma(const Problem& p, const Gradients* gradients, const Device& device) {
+std::string why_not_wgmma(const Request& request, const Device& device) {
   if (device.gpu.table != 0) return "a tile table is forced";
-  const char* why = cuda::why_not_wgmma(p, gradients);
+  const char* why = cuda::why_not_wgmma(request);
   return why != nullptr ? why : "";
 }
 
 // Why the next faster family that this GPU has does not serve the problem; empty if there is none.
-std::string why_not_faster(const Family& chosen, const Problem& p, const Gradients* gradients,
-                           const Device& device) {
+std::string why_not_faster(const Family& chosen, const Request& request, const Device& device) {
+  const Problem& p = request.problem;
   const Family* faster = &chosen + 1;
   if (faster == kManifest.data() + kManifest.size() || faster->device != TILEWISE_CUDA) return {};
   const std::string name = std::string(faster->name) + " would be faster, but ";
@@ -28,9 +28,9 @@ std::string why_not_faster(const Family& chosen, const Problem& p, const Gradien
   if (device.gpu.sm > faster->sm.last || (specific && device.gpu.sm < faster->sm.first)) return {};
   if (specific && !faster->dtypes.contains(p.dtype)) return {};
   if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
-  if (specific && gradients == nullptr && cuda::is_decode(p))
+  if (specific && request.is(Pass::forward) && cuda::is_decode(p))
     return std::string(faster->name) + " needs more rows: its tiles have 64";
-  const std::string why = specific ? why_not_wgmma(p, gradients, device) : "";
+  const std::string why = specific ? why_not_wgmma(request, device) : "";
   if (!why.empty()) return name + why;
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
   if (head_dim > faster->max_head_dim)
@@ -98,18 +98,15 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
 
 }  // namespace
 
-Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
+Decision plan_cuda(const Request& request, const Device& device) {
   Decision decision;
   // On each device, slower families come first, so search from the end.
   for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
     const int32_t sm = device.gpu.sm;
     if (row->device != TILEWISE_CUDA || sm < row->sm.first || sm > row->sm.last ||
-        !serves(*row, p, gradients))
+        !serves(*row, request))
       continue;
-    decision.cuda =
-        gradients == nullptr
-            ? cuda::plan_forward(p, row->cuda, device.gpu, registry_of(device))
-            : cuda::plan_backward(p, *gradients, row->cuda, device.gpu, registry_of(device));
+    decision.cuda = cuda::plan(request, row->cuda, device.gpu, registry_of(device));
     if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits
     decision.family = &*row;
     decision.status = TILEWISE_OK;
@@ -118,18 +115,17 @@ Decision plan_cuda(const Problem& p, const Gradients* gradients, const Device& d
   return decision;
 }
 
-std::string explain_cuda(const Decision& decision, const Problem& p, const Gradients* gradients,
-                         const Device& device) {
-  const std::string slower = why_not_faster(*decision.family, p, gradients, device);
-  return std::string(short_dtype(p.dtype)) + " on " + sm_text(device) + ", " +
+std::string explain_cuda(const Decision& decision, const Request& request, const Device& device) {
+  const std::string slower = why_not_faster(*decision.family, request, device);
+  return std::string(short_dtype(request.problem.dtype)) + " on " + sm_text(device) + ", " +
          tile_text(decision.cuda, device) + ": " +
          (slower.empty() ? "no family of the library is faster here" : slower);
 }
 
-std::string refuse_cuda(const Problem& p, const Gradients* gradients, const Device& device) {
+std::string refuse_cuda(const Request& request, const Device& device) {
   const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
-  return "device is CUDA" + sm + ": this build has no CUDA kernel for a " +
-         request_text(p, gradients) + "; it has " + code_text(registry_of(device)) +
+  return "device is CUDA" + sm + ": this build has no CUDA kernel for a " + request_text(request) +
+         "; it has " + code_text(registry_of(device)) +
          "; tensors in the memory of the CPU are allowed";
 }
 

@@ -34,8 +34,8 @@ inline Gradients gradients(const Problem& p) {
 }
 
 inline cuda::Plan forward(const Problem& p, const Device& device) {
-  const Decision decision = plan(p, nullptr, device);
-  EXPECT_EQ(decision.status, TILEWISE_OK) << explain(decision, p, nullptr, device);
+  const Decision decision = plan(p, device);
+  EXPECT_EQ(decision.status, TILEWISE_OK) << explain(decision, p, device);
   return decision.cuda;
 }
 

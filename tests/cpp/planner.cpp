@@ -77,9 +77,9 @@ struct Answer {
   std::string why;
 };
 
-Answer ask(const Problem& p, const Gradients* gradients, const Device& device) {
-  const Decision decision = plan(p, gradients, device);
-  return {decision, kernel_name(decision, p, gradients), explain(decision, p, gradients, device)};
+Answer ask(const Request& request, const Device& device) {
+  const Decision decision = plan(request, device);
+  return {decision, kernel_name(decision, request), explain(decision, request, device)};
 }
 
 struct Golden {
@@ -114,7 +114,7 @@ TEST(Planner, ChoosesAndSaysWhy) {
        "cpu.avx2.forward.bf16", ": forced, cpu.avx512 would be faster"},
   };
   for (const Golden& golden : cases) {
-    const Answer answer = ask(problem(golden.dtype), nullptr, golden.device);
+    const Answer answer = ask(problem(golden.dtype), golden.device);
     EXPECT_EQ(answer.decision.status, TILEWISE_OK);
     EXPECT_EQ(answer.kernel, golden.kernel) << golden.machine;
     ASSERT_NE(answer.decision.family, nullptr);
@@ -128,7 +128,7 @@ TEST(Planner, ChoosesAndSaysWhy) {
 
 TEST(Planner, NamesTheBackward) {
   const Gradients gradients{};
-  const Answer answer = ask(problem(TILEWISE_FLOAT16), &gradients, kZen4);
+  const Answer answer = ask({problem(TILEWISE_FLOAT16), gradients}, kZen4);
   EXPECT_EQ(answer.kernel, "cpu.avx512_bf16.backward.f16");
   EXPECT_GT(answer.decision.cpu.workspace_bytes, 0);
 }
@@ -137,15 +137,15 @@ TEST(Planner, NamesTheBackward) {
 // threads.
 TEST(Planner, ThreadCountChangesOnlyTheScratchMemory) {
   const Gradients gradients{};
-  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
     for (int64_t rows : {1, 100, 2048}) {
       const Problem p = problem(TILEWISE_BFLOAT16, 1, rows, 8192);
       Device one = kZen4;
       one.threads = 1;
       Device many = kZen4;
       many.threads = 96;
-      const Decision left = plan(p, pass, one);
-      const Decision right = plan(p, pass, many);
+      const Decision left = plan({p, pass, gradients}, one);
+      const Decision right = plan({p, pass, gradients}, many);
       EXPECT_EQ(left.cpu.splits, right.cpu.splits);
       EXPECT_EQ(left.cpu.tile_q, right.cpu.tile_q);
       EXPECT_EQ(left.cpu.tile_k, right.cpu.tile_k);
@@ -161,7 +161,7 @@ TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
   const auto ask_amx = [](const Problem& p, int32_t threads) {
     Device device = kSapphireRapids;
     device.threads = threads;
-    return plan(p, nullptr, device).cpu;
+    return plan(p, device).cpu;
   };
   const Problem p = problem(TILEWISE_BFLOAT16, 8);
   for (const auto& [threads, rows] : {std::pair{1, 512}, {64, 512}, {65, 256}}) {
@@ -182,16 +182,16 @@ TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
 TEST(Planner, FewTilesAreSplit) {
   for (const auto& [heads, splits] : {std::pair{1, 2}, {4, 2}, {5, 1}, {8, 1}}) {
     const Problem p = problem(TILEWISE_BFLOAT16, 1, 1024, 1024, heads);
-    EXPECT_EQ(plan(p, nullptr, kSapphireRapids).cpu.splits, splits) << heads;
+    EXPECT_EQ(plan(p, kSapphireRapids).cpu.splits, splits) << heads;
   }
 }
 
 TEST(Planner, SplitsKeysWhenThereAreFewRows) {
-  EXPECT_EQ(plan(problem(TILEWISE_FLOAT32, 16, 2048, 2048), nullptr, kZen4).cpu.splits, 1);
-  EXPECT_GT(plan(problem(TILEWISE_FLOAT32, 1, 1, 8192, 1), nullptr, kZen4).cpu.splits, 4);
+  EXPECT_EQ(plan(problem(TILEWISE_FLOAT32, 16, 2048, 2048), kZen4).cpu.splits, 1);
+  EXPECT_GT(plan(problem(TILEWISE_FLOAT32, 1, 1, 8192, 1), kZen4).cpu.splits, 4);
   Problem asked = problem(TILEWISE_FLOAT32, 1, 1, 8192, 1);
   asked.num_splits = 3;
-  EXPECT_EQ(plan(asked, nullptr, kZen4).cpu.splits, 3);
+  EXPECT_EQ(plan(asked, kZen4).cpu.splits, 3);
 }
 
 // Few rows use the streaming engine: as many as the vector units process together, or more with
@@ -201,7 +201,7 @@ TEST(Planner, FewRowsStreamThroughTheCache) {
     Problem p = problem(dtype, 1, rows, keys, 16);
     p.heads_kv = 4;
     p.batch_invariant = invariant;
-    return std::string(plan(p, nullptr, kSapphireRapids).cpu.engine);
+    return std::string(plan(p, kSapphireRapids).cpu.engine);
   };
   EXPECT_EQ(engine(TILEWISE_BFLOAT16, 2, 16), "stream");
   EXPECT_EQ(engine(TILEWISE_BFLOAT16, 8, 256), "stream");
@@ -215,12 +215,13 @@ TEST(Planner, FewRowsStreamThroughTheCache) {
 // The workspace is linear in the sequence length, forward and backward.
 TEST(Planner, WorkspaceGrowsLinearly) {
   const Gradients gradients{};
-  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
     const int64_t rows = int64_t{1} << 16;
-    const int64_t once =
-        plan(problem(TILEWISE_FLOAT32, 1, rows, rows), pass, kZen4).cpu.workspace_bytes;
+    const int64_t once = plan({problem(TILEWISE_FLOAT32, 1, rows, rows), pass, gradients}, kZen4)
+                             .cpu.workspace_bytes;
     const int64_t twice =
-        plan(problem(TILEWISE_FLOAT32, 1, 2 * rows, 2 * rows), pass, kZen4).cpu.workspace_bytes;
+        plan({problem(TILEWISE_FLOAT32, 1, 2 * rows, 2 * rows), pass, gradients}, kZen4)
+            .cpu.workspace_bytes;
     EXPECT_LE(twice, 2 * once + 4096);
     EXPECT_LT(once, 64 * rows * 8 * 64 * 4);
   }
@@ -229,16 +230,16 @@ TEST(Planner, WorkspaceGrowsLinearly) {
 // Sizes as large as validation allows must not wrap around.
 TEST(Planner, LargestValidSizesDoNotWrap) {
   const Gradients gradients{};
-  for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &gradients}) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
     Problem p = problem(TILEWISE_FLOAT32, 1, int64_t{1} << 42, int64_t{1} << 42, 1);
     p.head_dim = p.head_dim_v = 512;
     p.num_splits = 256;
     Device device = kZen4;
     device.threads = 65536;
-    EXPECT_GE(plan(p, pass, device).cpu.workspace_bytes, 0);
+    EXPECT_GE(plan({p, pass, gradients}, device).cpu.workspace_bytes, 0);
     p.batch = p.kv_batch = int64_t{1} << 42;
     p.seqlen_q = p.seqlen_k = 1;
-    EXPECT_GE(plan(p, pass, device).cpu.workspace_bytes, 0);
+    EXPECT_GE(plan({p, pass, gradients}, device).cpu.workspace_bytes, 0);
   }
 }
 
@@ -249,18 +250,18 @@ TEST(Planner, DereferencesNoPointer) {
   p.cu_seqlens_q = p.cu_seqlens_k = p.seqused_q = p.seqused_k = p.leftpad_k = nowhere;
   p.bias = p.sinks = p.alibi_slopes = p.scale_ptr = reinterpret_cast<const float*>(nowhere);
   p.dropout_state = reinterpret_cast<const uint64_t*>(nowhere);
-  EXPECT_EQ(plan(p, nullptr, kZen4).status, TILEWISE_OK);
-  EXPECT_EQ(plan(p, &gradients, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan(p, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan({p, gradients}, kZen4).status, TILEWISE_OK);
   p.cu_seqlens_k = nullptr;
   p.block_table = nowhere;
   p.block_table_width = p.block_table_stride = 4;
   p.page_size = p.pages = 16;
-  EXPECT_EQ(plan(p, nullptr, kZen4).status, TILEWISE_OK);
-  EXPECT_EQ(plan(p, &gradients, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan(p, kZen4).status, TILEWISE_OK);
+  EXPECT_EQ(plan({p, gradients}, kZen4).status, TILEWISE_OK);
 }
 
 TEST(Planner, RefusesProblemsWithoutAFamily) {
-  const Answer fp8 = ask(problem(TILEWISE_FLOAT8_E4M3), nullptr, kZen4);
+  const Answer fp8 = ask(problem(TILEWISE_FLOAT8_E4M3), kZen4);
   EXPECT_EQ(fp8.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(fp8.decision.family, nullptr);
   EXPECT_EQ(fp8.kernel, "");
@@ -272,7 +273,7 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   hopper.kind = TILEWISE_CUDA;
   hopper.gpu.sm = 90;
   hopper.registry = &nothing;
-  const Answer cuda = ask(problem(TILEWISE_BFLOAT16), nullptr, hopper);
+  const Answer cuda = ask(problem(TILEWISE_BFLOAT16), hopper);
   EXPECT_EQ(cuda.decision.status, TILEWISE_UNSUPPORTED);
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
@@ -300,7 +301,7 @@ TEST(Planner, WorkspaceSizeDoesNotWrap) {
   p.page_size = 1 << 27;
   for (const int64_t heads : {1 << 8, 1 << 15}) {
     p.heads_q = p.heads_kv = heads;
-    const int64_t bytes = plan(p, nullptr, kSapphireRapids).cpu.workspace_bytes;
+    const int64_t bytes = plan(p, kSapphireRapids).cpu.workspace_bytes;
     EXPECT_EQ(bytes < Size::kMax, heads == 1 << 8) << bytes;
     EXPECT_GT(bytes, int64_t{1} << 40);
     EXPECT_LE(bytes, Size::kMax);

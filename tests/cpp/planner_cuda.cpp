@@ -53,10 +53,10 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
     const Gradients g = gradients(p);
     const std::string what = "sm_" + std::to_string(golden.sm) + " " + short_dtype(golden.dtype) +
                              " head_dim " + std::to_string(golden.head_dim);
-    for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
-      const Decision decision = plan(p, pass, device);
-      const char* family = pass == nullptr ? golden.forward : golden.backward;
-      const std::string why = explain(decision, p, pass, device);
+    for (const Request& request : {Request(p), Request(p, g)}) {
+      const Decision decision = plan(request, device);
+      const char* family = request.is(Pass::forward) ? golden.forward : golden.backward;
+      const std::string why = explain(decision, request, device);
       EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
       if (family == nullptr) {
         EXPECT_EQ(decision.status, TILEWISE_UNSUPPORTED) << what;
@@ -65,7 +65,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       ASSERT_NE(decision.family, nullptr) << what << ": " << why;
       EXPECT_STREQ(decision.family->name, family) << what;
       EXPECT_GE(decision.cuda.head_dim, golden.head_dim) << what;
-      if (pass == nullptr) {
+      if (request.is(Pass::forward)) {
         EXPECT_EQ(decision.cuda.architecture, golden.table) << what;
       }
     }
@@ -74,7 +74,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
 
 TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   const auto why = [](const Device& device, const Problem& p) {
-    return explain(plan(p, nullptr, device), p, nullptr, device);
+    return explain(plan(p, device), p, device);
   };
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16)),
             "bf16 on sm_90, tile 128x128 for head_dim 128 of table sm_90a, plain form: "
@@ -103,11 +103,11 @@ TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   const auto expect = [](const Problem& p, const char* reason, int32_t table = 0) {
     Device device = gpu_with(90);
     device.gpu.table = table;
-    const Decision decision = plan(p, nullptr, device);
+    const Decision decision = plan(p, device);
     ASSERT_NE(decision.family, nullptr);
     EXPECT_STREQ(decision.family->name, reason == nullptr ? "cuda.wgmma" : "cuda.mma_sync");
     if (reason == nullptr) return;
-    const std::string why = explain(decision, p, nullptr, device);
+    const std::string why = explain(decision, p, device);
     EXPECT_NE(why.find(reason), std::string::npos) << why;
     EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
   };
@@ -149,7 +149,7 @@ TEST(PlannerCuda, WgmmaTileSizeDependsOnRows) {
     Problem p = problem(TILEWISE_BFLOAT16, 4, length, length, 8, head_dim);
     p.window_right = window_right;
     const Gradients g = gradients(p);
-    return plan(p, backward ? &g : nullptr, device).cuda.tile_q;
+    return plan(backward ? Request(p, g) : Request(p), device).cuda.tile_q;
   };
   EXPECT_EQ(rows(64, 1024, -1, false), 256);
   EXPECT_EQ(rows(64, 2048, -1, false), 192);
@@ -168,11 +168,10 @@ TEST(PlannerCuda, UsesALowerTableIfTheBuildLacksItsOwn) {
   EXPECT_EQ(forward(p, gpu_with(80, build.registry)).architecture, 80);
   const Device ada = gpu_with(89, build.registry);
   EXPECT_EQ(forward(p, ada).architecture, 80);
-  EXPECT_NE(explain(plan(p, nullptr, ada), p, nullptr, ada)
-                .find("of table sm_80 (its own is not in this build)"),
+  EXPECT_NE(explain(plan(p, ada), p, ada).find("of table sm_80 (its own is not in this build)"),
             std::string::npos);
-  EXPECT_EQ(plan(p, nullptr, gpu_with(90, build.registry)).status, TILEWISE_UNSUPPORTED);
-  EXPECT_EQ(plan(p, nullptr, gpu_with(75, build.registry)).status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(plan(p, gpu_with(90, build.registry)).status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(plan(p, gpu_with(75, build.registry)).status, TILEWISE_UNSUPPORTED);
 }
 
 TEST(PlannerCuda, ForcedTableIsUsedOrRefused) {
@@ -189,7 +188,7 @@ TEST(PlannerCuda, ForcedTableIsUsedOrRefused) {
             "sm_90 runs; it has SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "
             "sm_75, sm_80, sm_90");
   device.gpu.table = 75;
-  EXPECT_STREQ(plan(problem(TILEWISE_BFLOAT16), nullptr, device).family->name, "cuda.simt");
+  EXPECT_STREQ(plan(problem(TILEWISE_BFLOAT16), device).family->name, "cuda.simt");
 }
 
 TEST(PlannerCuda, Tf32HasToBeRequested) {
@@ -245,8 +244,8 @@ TEST(PlannerCuda, PagedFormServesPagesWithoutOptions) {
   EXPECT_EQ(form(p, 80), Form::general);
   p.pages = int64_t{1} << 18;
   EXPECT_EQ(form(p, 80), Form::paged);
-  const Decision decision = plan(p, nullptr, gpu_with(80));
-  EXPECT_NE(explain(decision, p, nullptr, gpu_with(80)).find(", paged form"), std::string::npos);
+  const Decision decision = plan(p, gpu_with(80));
+  EXPECT_NE(explain(decision, p, gpu_with(80)).find(", paged form"), std::string::npos);
 }
 
 TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
@@ -297,8 +296,8 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
   p.seqlen_q = 40;
   EXPECT_EQ(form(p, 90), Form::paged);
   p = paged(TILEWISE_BFLOAT16, 16);
-  const Decision decision = plan(p, nullptr, gpu_with(90));
-  EXPECT_NE(explain(decision, p, nullptr, gpu_with(90)).find("paged TMA form"), std::string::npos);
+  const Decision decision = plan(p, gpu_with(90));
+  EXPECT_NE(explain(decision, p, gpu_with(90)).find("paged TMA form"), std::string::npos);
 }
 
 TEST(PlannerCuda, DecodesLoadKeysByTmaIfStridesAllow) {
@@ -317,8 +316,8 @@ TEST(PlannerCuda, DecodesLoadKeysByTmaIfStridesAllow) {
   EXPECT_EQ(form(p, 90), Form::tma);
   p.k.stride_batch = -4096;
   EXPECT_EQ(form(p, 90), Form::general);
-  const Decision decision = plan(decode, nullptr, gpu_with(90));
-  EXPECT_NE(explain(decision, decode, nullptr, gpu_with(90)).find("TMA form"), std::string::npos);
+  const Decision decision = plan(decode, gpu_with(90));
+  EXPECT_NE(explain(decision, decode, gpu_with(90)).find("TMA form"), std::string::npos);
 }
 
 // CTAs find their tiles without a table, which would take another launch to fill.
@@ -399,7 +398,7 @@ TEST(PlannerCuda, VarlenGridIsBoundedByRows) {
   p.max_seqlen_q = 100;
   EXPECT_EQ(forward(p, gpu_with(90)).blocks % (64 * 8), 0);
   const Gradients g = gradients(p);
-  const cuda::Plan backward = dispatch::plan(p, &g, gpu_with(90)).cuda;
+  const cuda::Plan backward = dispatch::plan({p, g}, gpu_with(90)).cuda;
   EXPECT_EQ(backward.blocks, (16384 / backward.tile_k + 64) * 8);
 }
 
@@ -408,7 +407,7 @@ TEST(PlannerCuda, WorkspaceGrowsLinearly) {
   const auto bytes = [&](int64_t length) {
     const Problem p = problem(TILEWISE_BFLOAT16, 1, length, length);
     const Gradients g = gradients(p);
-    return plan(p, &g, gpu_with(90)).cuda.workspace_bytes;
+    return plan({p, g}, gpu_with(90)).cuda.workspace_bytes;
   };
   EXPECT_GT(bytes(65536), 0);
   EXPECT_LE(bytes(131072), 2 * bytes(65536) + 4096);

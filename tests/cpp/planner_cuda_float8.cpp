@@ -15,7 +15,7 @@ Problem with_float8(Problem p) {
 }
 
 std::string explained(const Problem& p, const Device& device) {
-  return explain(plan(p, nullptr, device), p, nullptr, device);
+  return explain(plan(p, device), p, device);
 }
 
 // Queries may be fp16 or bf16 on every GPU with tensor cores, even on those without bf16 products:
@@ -26,7 +26,7 @@ TEST(PlannerCudaFloat8, MmaSyncServesFloat8Caches) {
       for (const int64_t head_dim : {8, 64, 72, 128, 192, 256}) {
         const Problem p = with_float8(problem(dtype, 2, 1, 1000, 8, head_dim));
         const Device device = gpu_with(sm);
-        const Decision decision = plan(p, nullptr, device);
+        const Decision decision = plan(p, device);
         ASSERT_EQ(decision.status, TILEWISE_OK);
         EXPECT_STREQ(decision.family->name, "cuda.mma_sync") << sm << ": " << explained(p, device);
         EXPECT_EQ(decision.cuda.architecture, cuda::arch::limits_of(sm).table);

@@ -122,8 +122,8 @@ TEST(PlannerCudaOrder, TheOrderVisitsEveryTileOnce) {
         Problem p = problem(TILEWISE_BFLOAT16, batch, 1000, 3000, heads);
         p.window_right = window;
         const Gradients g = gradients(p);
-        for (const Gradients* pass : {static_cast<const Gradients*>(nullptr), &g}) {
-          const cuda::Plan plan = dispatch::plan(p, pass, gpu_with(90)).cuda;
+        for (const Request& request : {Request(p), Request(p, g)}) {
+          const cuda::Plan plan = dispatch::plan(request, gpu_with(90)).cuda;
           std::vector<int> seen(static_cast<size_t>(plan.blocks));
           for (int64_t block = 0; block < plan.blocks; ++block) {
             const cuda::TileOrder::WorkTile w = plan.order.at(block);
@@ -167,7 +167,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesStartInSemaphoreOrder) {
       p.window_right = right;
       p.deterministic = 1;
       const Gradients g = gradients(p);
-      const cuda::Plan plan = dispatch::plan(p, &g, gpu_with(90)).cuda;
+      const cuda::Plan plan = dispatch::plan({p, g}, gpu_with(90)).cuda;
       const bool down = plan.order.longest_tile == cuda::LongestTile::last;
       std::vector<int> last(static_cast<size_t>(2 * 5), down ? int32_t{plan.order.tiles} : -1);
       for (int64_t block = 0; block < plan.blocks; ++block) {
@@ -190,7 +190,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsAreInterleaved) {
     p.window_right = right;
     p.deterministic = 1;
     const Gradients g = gradients(p);
-    const cuda::Plan plan = dispatch::plan(p, &g, device).cuda;
+    const cuda::Plan plan = dispatch::plan({p, g}, device).cuda;
     EXPECT_EQ(cuda::backward_workspace(p, g, plan).tile_counter.bytes, 0u);
     return plan;
   };

@@ -17,7 +17,7 @@ TEST(PlannerCudaSizes, PlanSaysWhenAGridIsTooLarge) {
   const auto planned = [](Problem p, bool backward, int32_t sm) {
     p.window_right = 0;
     const Gradients g = gradients(p);
-    return plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
+    return plan(backward ? Request(p, g) : Request(p), gpu_with(sm)).cuda;
   };
   for (const int32_t sm : {75, 80, 90, 120}) {
     for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_FLOAT32}) {
@@ -53,7 +53,7 @@ TEST(PlannerCudaSizes, TilesOfPagesDoNotOverflow) {
   p.batch = p.heads_q = p.heads_kv = 1 << 21;
   p.block_table_width = 1;
   const Gradients g = gradients(p);
-  const cuda::Plan backward = plan(p, &g, gpu_with(90)).cuda;
+  const cuda::Plan backward = plan({p, g}, gpu_with(90)).cuda;
   EXPECT_FALSE(backward.can_be_launched());
   EXPECT_GE(backward.grid, int64_t{1} << 55);
 }
@@ -79,7 +79,7 @@ void expect_sane_plans(const Problem& plain) {
     option(p);
     for (const int32_t sm : {75, 90}) {
       for (const bool backward : {false, true}) {
-        const cuda::Plan planned = plan(p, backward ? &g : nullptr, gpu_with(sm)).cuda;
+        const cuda::Plan planned = plan(backward ? Request(p, g) : Request(p), gpu_with(sm)).cuda;
         const bool sane = planned.workspace_bytes >= 0 && planned.grid >= 0 && planned.blocks >= 0;
         ASSERT_TRUE(sane) << p.batch << " " << p.heads_q << " " << p.seqlen_q << " "
                           << key_capacity(p) << " sm_" << sm << (backward ? " backward" : "");

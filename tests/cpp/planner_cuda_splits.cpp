@@ -82,8 +82,8 @@ TEST(PlannerCudaSplits, ClustersCombineFewSplitsThatRunAtOnce) {
   EXPECT_EQ(planned(1, 1024, 8, 110).cluster_size, 8);
   Problem p = problem(TILEWISE_BFLOAT16, 1, 1, 1024, 8);
   const auto text = [&] {
-    const Decision decision = plan(p, nullptr, gpu_with(90));
-    return explain(decision, p, nullptr, gpu_with(90));
+    const Decision decision = plan(p, gpu_with(90));
+    return explain(decision, p, gpu_with(90));
   };
   EXPECT_NE(text().find("16 key splits combined in a cluster"), std::string::npos) << text();
   p.softcap = 30.0f;
@@ -139,8 +139,8 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   const int64_t partial = some.blocks * 129 * 4;
   EXPECT_GE(some.workspace_bytes, partial);
   EXPECT_LE(some.workspace_bytes, partial + 256);
-  const Decision decision = plan(p, nullptr, device);
-  const std::string text = explain(decision, p, nullptr, device);
+  const Decision decision = plan(p, device);
+  const std::string text = explain(decision, p, device);
   EXPECT_NE(text.find("keys of the batch in 32 chunks"), std::string::npos) << text;
   p.softcap = 30.0f;
   EXPECT_TRUE(forward(p, device).chunks.any());

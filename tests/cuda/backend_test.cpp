@@ -157,11 +157,11 @@ void run(
           .sm_count = 4,
           .shared_bytes = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * 1024,
           .l2_bytes = 4 << 20};
-  if (!has_forward(p, family, gpu)) GTEST_SKIP() << "not in this build";
+  const Plan plan = cuda::plan(p, family, gpu, registry());
+  if (plan.kernel_set == nullptr) GTEST_SKIP() << "not in this build";
 
-  const Plan plan = plan_forward(p, family, gpu);
   Workspace memory(plan.workspace_bytes);
-  forward(p, plan, memory.data());
+  launch(p, plan, memory.data());
   EXPECT_LT(max_error(out.data, want.out), tolerance);
   EXPECT_LT(max_error(lse, want.lse), p.tf32 != 0 ? 1e-3 : 1e-5);
 
@@ -171,10 +171,10 @@ void run(
   g.dq = dq.view(s.rows, s.heads_q, s.head_dim);
   g.dk = dk.view(s.keys, s.heads_kv, s.head_dim);
   g.dv = dv.view(s.keys, s.heads_kv, s.head_dim);
-  if (!has_backward(p, g, family, gpu)) return;
-  const Plan back = plan_backward(p, g, family, gpu);
+  const Plan back = cuda::plan({p, g}, family, gpu, registry());
+  if (back.kernel_set == nullptr) return;
   Workspace more(back.workspace_bytes);
-  backward(p, g, back, more.data());
+  launch({p, g}, back, more.data());
   EXPECT_LT(max_error(dq.data, want.dq), 2 * tolerance);
   EXPECT_LT(max_error(dk.data, want.dk), 2 * tolerance);
   EXPECT_LT(max_error(dv.data, want.dv), 2 * tolerance);

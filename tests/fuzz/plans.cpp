@@ -25,11 +25,13 @@ const std::vector<tilewise::dispatch::Device>& gpus() {
 
 // Expects a consistent plan, or none, on each of the GPUs for a call that has been validated.
 void plan_for_gpus(tilewise::Problem p, const tilewise_gradients* g) {
+  using tilewise::Request;
   p.device = TILEWISE_CUDA;
   if (p.head_dim_v == 0) p.head_dim_v = p.head_dim;
   if (p.kv_batch == 0) p.kv_batch = p.batch;
+  const Request request = g != nullptr ? Request(p, *g) : Request(p);
   for (const tilewise::dispatch::Device& gpu : gpus()) {
-    const tilewise::dispatch::Decision decision = tilewise::dispatch::plan(p, g, gpu);
+    const tilewise::dispatch::Decision decision = tilewise::dispatch::plan(request, gpu);
     if (decision.status != TILEWISE_OK) continue;
     const tilewise::cuda::Plan& gpu_plan = decision.cuda;
     expect(gpu_plan.workspace_bytes >= 0 && gpu_plan.blocks >= 0, "a plan of a negative size");
