@@ -21,7 +21,7 @@ from bounds import check_gradients, check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat, float64  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
 from strategies import cases  # noqa: E402
-from tilewise.distributed.layout import runs_of  # noqa: E402
+from tilewise.distributed.layout import packed_runs, runs_of  # noqa: E402
 
 METHODS, LAYOUTS = ("ulysses", "allgather"), ("zigzag", "contiguous")
 CAUSAL = (-1, 0)
@@ -75,15 +75,26 @@ def case_of(name: str) -> Case:
     return replace(BASE, **CASES[name])
 
 
+def cuts(c: Case) -> tuple[list[int] | None, list[int] | None]:
+    """cu_seqlens of rows and of keys of a packed case."""
+    return (ends(c.rows), ends(c.keys)) if c.varlen_q else (None, None)
+
+
 def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     """This rank's leaves q, k, v, and its options, with leaves for what is differentiable."""
     c = b.case
-    qkv = [td.shard(x, 1, layout=layout, group=group).detach().clone() for x in (b.q, b.k, b.v)]
+    cu_q, cu_k = cuts(c)
+    where = {"layout": layout, "group": group}
+    dim = 0 if c.varlen_q else 1
+    qkv = [
+        td.shard(x, dim, cu_seqlens=cu, **where).detach().clone()
+        for x, cu in ((b.q, cu_q), (b.k, cu_k), (b.v, cu_k))
+    ]
     options: dict = {"softcap": c.softcap, "window": tuple(None if w < 0 else w for w in c.window)}
     options["scale"] = torch.tensor(b.scale) if c.scale_ptr else b.scale
     options["sinks"], options["alibi_slopes"] = b.sinks, b.slopes
     if b.bias is not None:
-        rows = td.shard(b.bias, 2, layout=layout, group=group) if "r" in c.bias else b.bias
+        rows = td.shard(b.bias, 2, **where) if "r" in c.bias else b.bias
         options["bias"] = rows
     for name in ("scale", "sinks", "bias"):
         if torch.is_tensor(options.get(name)):
@@ -91,18 +102,26 @@ def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     return [x.requires_grad_() for x in qkv], options
 
 
+def ends(lengths: tuple[int, ...]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
 def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray]:
     """This rank's results in float64, by the oracle's names."""
     b = Built(case)
     qkv, options = arguments(b, layout, group)
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
-    out, lse = td.attention(*qkv, **options, **common)
+    where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
+    if case.varlen_q:
+        out, lse = td.attention_varlen(*qkv, *cuts(case), **options, **common)
+    else:
+        out, lse = td.attention(*qkv, **options, **common)
     assert out.dtype == b.dtype and lse.dtype == torch.float32
-    dout = td.shard(b.dout, 1, layout=layout, group=group)
+    dout = td.shard(b.dout, 0 if case.varlen_q else 1, **where)
     if b.dlse is None:
         out.backward(dout)
     else:
-        dlse = td.shard(b.dlse, 2, layout=layout, group=group)
+        dlse = td.shard(b.dlse, 1 if case.varlen_q else 2, **where)
         torch.autograd.backward([out, lse], [dout, dlse])
     result = {"out": out, "lse": lse, **{f"d{n}": x.grad for n, x in zip("qkv", qkv, strict=True)}}
     for option in ("scale", "sinks", "bias"):
@@ -116,6 +135,8 @@ def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray
 def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The results for whole sequences, joined from those of the ranks."""
     dims = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+    if c.varlen_q:
+        dims = {"out": 0, "lse": 1, "dq": 0, "dk": 0, "dv": 0}
     if c.bias is not None and "r" in c.bias:
         dims["dbias"] = 2
     result = {}
@@ -127,8 +148,12 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
         shape = list(parts[0][n].shape)
         shape[dims[n]] = size
         whole = np.full(shape, np.nan)
-        for part, runs in zip(parts, runs_of(size, layout, len(parts)), strict=True):
-            where = np.concatenate([np.arange(*run) for run in runs])
+        cut = runs_of(size, layout, len(parts))
+        if c.varlen_q:
+            cu = cuts(c)[1 if n in ("dk", "dv") else 0]
+            cut = packed_runs(tuple(cu), layout, len(parts))
+        for part, runs in zip(parts, cut, strict=True):
+            where = np.concatenate([np.arange(*run) for run in ((0, 0), *runs)])
             np.moveaxis(whole, dims[n], 0)[where] = np.moveaxis(part[n], dims[n], 0)
         result[n] = whole
     return result
@@ -163,6 +188,36 @@ def test_results_and_gradients(pool, world):
         check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
 
 
+PACKED = {
+    "full": {},
+    "causal": {"window": CAUSAL},
+    "bf16_causal": {"dtype": "bf16", "window": CAUSAL},
+    "window": {"window": (5, 3)},
+    "right_window": {"window": (-1, 2)},
+    "sliding": {"window": (3, 0), "heads_kv": 1, "group": 4},
+    "other_keys": {"keys": (4, 30, 0, 9, 2, 25), "window": CAUSAL, "sinks": True},
+    "other_keys_full": {"keys": (4, 30, 0, 9, 2, 25)},
+    "short": {"rows": (1, 0, 2, 1), "keys": (1, 3, 2, 0), "window": (2, 1)},
+    "nothing": {"rows": (0, 0), "keys": (0, 0), "window": CAUSAL, "dlse": False},
+    "alibi": {"alibi": "bh", "window": CAUSAL},
+    "everything": {
+        "softcap": 1.2, "alibi": "h", "sinks": True, "scale_ptr": True, "scale": 0.3,
+        "window": (9, 0), "heads_kv": 2, "group": 3, "head_dim_v": 8,
+    },
+}  # fmt: skip
+PACKED_BASE = replace(
+    BASE, rows=(13, 29, 1, 0, 5, 17), keys=(13, 29, 1, 0, 5, 17), varlen_q=True, varlen_k=True
+)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_packed_sequences(pool, world):
+    for options in PACKED.values():
+        case = replace(PACKED_BASE, **options)
+        methods = [method for method in METHODS if possible(case, method)]
+        check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
+
+
 @given(
     case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
         lambda dtype: cases(dtype, dropout=False, small=True)
@@ -185,6 +240,27 @@ def test_random_problems(pool, case, world, method, layout):
     check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
 
 
+@given(
+    case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
+        lambda dtype: cases(dtype, dropout=False, small=True)
+    ),
+    world=st.sampled_from([1, 2, 3, 4]),
+    method=st.sampled_from(METHODS),
+    layout=st.sampled_from(LAYOUTS),
+)
+@settings(
+    max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+def test_random_packed_problems(pool, case, world, method, layout):
+    """The random problems of one process, changed to packed sequences."""
+    case = replace(
+        case, varlen_q=True, varlen_k=True, tail_q=0, tail_k=0, page_size=0, share_pages=False,
+        used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0, bias=None,
+        bias_hides=False,
+    )  # fmt: skip
+    check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
+
+
 def repeated(group, case, method, layout):
     first, second = (compute(group, case, method, layout) for _ in range(2))
     return all(np.array_equal(first[n], second[n]) for n in first)
@@ -195,3 +271,5 @@ def test_results_repeat_bitwise(pool):
         for layout in LAYOUTS:
             assert all(pool.run(4, repeated, case_of("bf16_causal"), method, layout))
             assert all(pool.run(3, repeated, case_of("everything"), method, layout))
+            packed = replace(PACKED_BASE, **PACKED["everything"])
+            assert all(pool.run(3, repeated, packed, method, layout))

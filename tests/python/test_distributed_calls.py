@@ -18,8 +18,7 @@ if not torch.distributed.is_gloo_available():
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
-from tilewise.distributed.choice import visible_pairs  # noqa: E402
-from tilewise.distributed.keys import span_of  # noqa: E402
+from tilewise.distributed.keys import span_of, visible_pairs  # noqa: E402
 from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
 METHODS = ("ulysses", "allgather")
@@ -255,6 +254,53 @@ def counted(group, method, options):
     finally:
         exchange.start = original
     return estimate, total
+
+
+def packed_calls(group):
+    """Places, shards and one-rank calls of a packed batch, and what it refuses."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    cu = [0, 5, 5, 24]
+    x = torch.arange(24.0)
+    where = {"layout": "zigzag", "group": group, "cu_seqlens": torch.tensor(cu)}
+    own = td.shard(x, 0, **where)
+    assert torch.equal(td.unshard(own, 0, size=24, **where), x)
+    place = td.positions(24, **where)
+    assert torch.equal(place.double(), torch.where(own < 5, own, own - 5).double())
+    q, k, v = (y[0].clone() for y in tensors())
+    mine = [td.shard(y, 0, **where) for y in (q, k, v)]
+    common = {"group": group, "causal": True}
+    out = td.attention_varlen(*mine, cu, **common)
+    lengths = torch.tensor(cu, dtype=torch.int32)
+    expected = tilewise.attention_varlen(q, k, v, lengths, lengths, causal=True)
+    assert torch.allclose(out, td.shard(expected, 0, **where), atol=1e-5)
+    text = str(td.explain(*mine, cu_seqlens_q=cu, **common))
+    assert ("ulysses:" in text and "allgather:" in text) == (world > 1)
+    calls = (
+        lambda: td.attention_varlen(*mine, [0, 5, 24 + rank], **common),
+        lambda: td.attention_varlen(*mine, [1, 24], **common),
+        lambda: td.attention_varlen(*mine, cu, [0, 24], **common),
+        lambda: td.attention_varlen(*mine, "ab", **common),
+        lambda: td.shard(x, 0, **{**where, "cu_seqlens": [0, 23]}),
+    )
+    return [error_of(call) for call in calls]
+
+
+def error_of(call):
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_packed_calls(pool):
+    assert "no error" not in pool.run(1, packed_calls)[0][1:2]
+    for messages in pool.run(3, packed_calls):
+        assert "was refused: q on rank 1 has 8 rows" in messages[0] or "q on rank" in messages[0]
+        assert "cu_seqlens_q is [1, 24], but must begin with 0 and not decrease" in messages[1]
+        assert "cu_seqlens_k has 2 entries, but must have 4 like cu_seqlens_q" in messages[2]
+        assert "cu_seqlens_q is 'ab', but must be a sequence of integers" in messages[3]
+        assert "cu_seqlens ends with 23, but there are 24 rows" in messages[4]
 
 
 # --- refusals and ranks that differ ---------------------------------------------------------------

@@ -11,8 +11,8 @@ from tilewise._requirements import require
 
 require("tilewise.distributed", "torch")
 
-from .api import attention, explain
+from .api import attention, attention_varlen, explain
 from .choice import Choice
 from .layout import positions, shard, unshard
 
-__all__ = ["Choice", "attention", "explain", "positions", "shard", "unshard"]
+__all__ = ["Choice", "attention", "attention_varlen", "explain", "positions", "shard", "unshard"]

@@ -6,6 +6,7 @@ A rank receives only keys that its rows see. Every row sees all of its keys in o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from .._ops import WANT_K, WANT_Q, WANT_V
 from .._options import Options
 from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
-from .keys import Bounds, Call, Sums, groups_of, key_plan, place
-from .layout import Runs, length
+from .keys import Call, KeyPlan, Sums, groups_of, place
+from .layout import length
 from .ranks import Ranks, sum_dtype
 
 # A group of heads has at least this many tiles of 128 rows: about two per SM.
@@ -30,15 +31,13 @@ def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: to
 
 
 class AllGather:
-    """See ``core.Method``; rows and keys are the runs of all ranks."""
+    """See ``core.Method``; `rows` are those of all ranks, `local` computes the plan's calls."""
 
     def __init__(
-        self, ranks: Ranks, rows: list[Runs], keys: list[Runs], window: Bounds,
-        transport: Transport,
-    ) -> None:  # fmt: skip
-        self._ranks, self._local, self._transport = ranks, Local(), transport
-        self._plan = key_plan(ranks.rank, tuple(rows), tuple(keys), window)
-        self._rows = sum(map(length, rows))
+        self, ranks: Ranks, rows: int, plan: KeyPlan, local: Sequence[Local], transport: Transport
+    ) -> None:
+        self._ranks, self._rows, self._plan = ranks, rows, plan
+        self._local, self._transport = local, transport
 
     def _groups(self, q: Tensor, k: Tensor) -> int:
         heads = q.shape[2], k.shape[2]
@@ -72,12 +71,11 @@ class AllGather:
 
         def compute(group: int, gathered: tuple[Tensor, ...]) -> None:
             begin, end = group * each, (group + 1) * each
-            for call in self._plan.calls:
+            part = of_heads(options, begin, end)
+            for call, local in zip(self._plan.calls, self._local, strict=True):
                 keys, values = (x[:, self._keys(call)] for x in gathered)
                 own = slice(*call.rows)
-                result = self._local.forward(
-                    q[:, own, begin:end], keys, values, self._options(options, call, begin, end)
-                )
+                result = local.forward(q[:, own, begin:end], keys, values, part)
                 out[:, own, begin:end] = result.out
                 lse[:, begin:end, own] = result.lse
                 parts.append(result.state[-1])
@@ -99,19 +97,24 @@ class AllGather:
         dq = results[0]
         moving = wanted & (WANT_K | WANT_V)
 
+        shapes = [
+            (x.shape[0], each_kv, x.shape[3] if wanted & bit else 0)
+            for x, bit in ((k, WANT_K), (v, WANT_V))
+        ]
+
         def compute(group: int, gathered: tuple[Tensor, ...]) -> tuple[Exchange, Any] | None:
             begin, end = group * each, (group + 1) * each
             sent: list[Tensor] = []
-            for number, call in enumerate(calls):
+            part = of_heads(options, begin, end)
+            for number, (call, local) in enumerate(zip(calls, self._local, strict=True)):
                 keys, values = (x[:, self._keys(call)] for x in gathered)
                 own = slice(*call.rows)
-                tensors = [q[:, own, begin:end], keys, values, out[:, own, begin:end],
-                           parts[group * len(calls) + number]]  # fmt: skip
-                grads = self._local.backward(
-                    tensors, dout[:, own, begin:end],
-                    None if dlse is None else dlse[:, begin:end, own],
-                    self._options(options, call, begin, end), wanted,
+                state = local.state_of(
+                    q[:, own, begin:end], keys, values, out[:, own, begin:end],
+                    parts[group * len(calls) + number],
                 )  # fmt: skip
+                given = None if dlse is None else dlse[:, begin:end, own]
+                grads = local.backward(state, dout[:, own, begin:end], given, part, wanted)
                 if dq is not None:
                     dq[:, own, begin:end] = grads[0]
                 add_of_heads(results, grads, begin, end)
@@ -119,7 +122,7 @@ class AllGather:
                 for x in grads[1:3]:  # one that is not wanted has no columns, so nothing moves
                     size = call.span.end - call.span.begin
                     sent.append(k.new_empty((size, 0)) if x is None else rows_first(x))
-            return self._return(sent) if moving else None
+            return self._return(sent, shapes, k) if moving else None
 
         def finish(group: int, received: list[Tensor]) -> None:
             begin, end = group * each_kv, (group + 1) * each_kv
@@ -131,13 +134,14 @@ class AllGather:
         overlapped(count, load, compute, finish)
         return results
 
-    def _return(self, sent: list[Tensor]) -> tuple[Exchange, list[Tensor]]:
+    def _return(
+        self, sent: list[Tensor], shapes: Sequence[tuple[int, ...]], like: Tensor
+    ) -> tuple[Exchange, list[Tensor]]:
         """Starts to send the gradients of the keys of all calls to their ranks."""
         plan = self._plan
         rows = sum(s.parts * (s.rows[1] - s.rows[0]) for s in plan.sums)
         rooms = self._transport.rooms(
-            [Room((1, rows, *x.shape[1:]), plan.most_parts, x.dtype) for x in sent[:2]],
-            sent[0].device,
+            [Room((1, rows, *shape), plan.most_parts, like.dtype) for shape in shapes], like.device
         )
         for begin, end in plan.gaps:
             for x in rooms.tensors:
@@ -148,20 +152,6 @@ class AllGather:
     def _keys(self, call: Call) -> slice:
         begin = place(self._plan.intervals, call.span.begin)
         return slice(begin, begin + call.span.end - call.span.begin)
-
-    def _options(self, options: Options, call: Call, begin: int, end: int) -> Options:
-        """The options of one call with the heads from `begin` to before `end`."""
-        options = of_heads(options, begin, end)
-        left, right = call.span.window
-        bias = options.bias
-        if bias is not None:
-            bias = bias[:, :, slice(*call.rows)] if bias.shape[2] > 1 else bias
-            bias = bias[..., call.span.begin : call.span.end]
-        return options._replace(
-            bias=bias,
-            window_left=-1 if left is None else left,
-            window_right=-1 if right is None else right,
-        )
 
 
 def _sum(received: Tensor, sums: tuple[Sums, ...], target: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _check, api
@@ -12,8 +13,8 @@ from .._request import Request
 from . import choice
 from .attend import attend
 from .choice import Choice
-from .layout import check_layout
-from .problem import check_method, prepare
+from .layout import check_layout, starts_of
+from .problem import check_method, prepare, prepare_varlen
 from .ranks import ranks_of
 
 
@@ -80,12 +81,69 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *,
+    group: Any = None, mesh: Any = None, method: str = "auto", layout: str = "zigzag",
+    causal: bool = False, window: Window = (None, None), scale: Any = None, softcap: float = 0.0,
+    bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
+    return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    reduce_replicated: bool = False,
+) -> Any:  # fmt: skip
+    """Exact attention of packed sequences of different lengths, each of which is cut over ranks.
+
+    All ranks must call it, and must run its backward, with equal arguments except for q, k and v,
+    which are this rank's rows in the order of ``shard`` with the same ``cu_seqlens``: its chunks,
+    sequence by sequence. Options not listed below are those of ``attention``.
+
+    Args:
+        q: Queries: [rows of this rank, heads_q, head_dim].
+        k: Keys: [keys of this rank, heads_kv, head_dim].
+        v: Values: [keys of this rank, heads_kv, head_dim_v].
+        cu_seqlens_q: Integers in CPU memory [sequences + 1], from 0, not decreasing: where the
+            sequences of the whole batch begin and end. A tuple, a list or a CPU tensor.
+        cu_seqlens_k: The same for keys; None is cu_seqlens_q.
+        group: As in ``attention``, like everything below.
+        mesh: A DeviceMesh of one dimension.
+        method: "ulysses", "allgather" or "auto".
+        layout: How each sequence is cut: "zigzag" or "contiguous".
+        bias: Must be None with several ranks.
+        alibi_slopes: float32 [heads_q] or [sequences, heads_q].
+
+    Returns:
+        This rank's rows of out [rows of this rank, heads_q, head_dim_v]; with return_lse also of
+        lse, float32 [heads_q, rows of this rank].
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device, range, or differs between ranks.
+        RuntimeError: another rank has stopped, or no kernel can run the problem.
+    """
+    request = Request(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+    )  # fmt: skip
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    ranks = ranks_of(group, mesh)
+    if ranks.world == 1:
+        check_layout(layout)
+        check_method(method)
+        starts = [
+            torch.tensor(starts_of(f"cu_seqlens_{name}", x), dtype=torch.int32, device=q.device)
+            for name, x in zip("qk", cu_seqlens, strict=True)
+        ]
+        return api.attention_varlen(q, k, v, *starts, **request._asdict())
+    p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
+    out, lse = attend(p, choice.choose(p, method).method)
+    return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
+
+
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any = None, mesh: Any = None, method: str = "auto",
     layout: str = "zigzag", tensor_layout: str = "bshd", reduce_replicated: bool = False,
-    **options: Any,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, **options: Any,
 ) -> Choice:  # fmt: skip
-    """The method that ``attention`` would use, and why; computes nothing.
+    """The method that ``attention`` or ``attention_varlen`` would use, and why; computes nothing.
 
     All ranks must call it, as they compare their arguments.
 
@@ -99,6 +157,8 @@ def explain(
         layout: How the sequence is cut.
         tensor_layout: The order of the dimensions.
         reduce_replicated: Whether gradients of replicated inputs are added up.
+        cu_seqlens_q: For packed sequences: as in ``attention_varlen``.
+        cu_seqlens_k: The same for keys; None is cu_seqlens_q.
         **options: The options of ``tilewise.attention``.
 
     Returns:
@@ -110,5 +170,9 @@ def explain(
     """
     ranks = ranks_of(group, mesh)
     request = Request(**options)
+    if cu_seqlens_q is not None:
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
+        return choice.choose(p, method)
     p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
     return choice.choose(p, method)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from . import allgather, ulysses
 from .keys import moved_keys
-from .layout import Run, lengths
 from .problem import METHODS, Problem
 from .ulysses import key_heads, query_heads
 
@@ -89,25 +88,6 @@ def _why_not_allgather(p: Problem) -> str:
     return ""
 
 
-def visible_pairs(run: Run, size_q: int, size_k: int, window: tuple[int | None, int | None]) -> int:
-    """The number of (row, key) pairs of the run that the window leaves visible."""
-    left, right = window
-    first, last = run[0] + size_k - size_q, run[1] + size_k - size_q  # aligned keys
-    rows = run[1] - run[0]
-    upper = (
-        rows * size_k if right is None else _clipped(first + right + 1, last + right + 1, size_k)
-    )
-    lower = 0 if left is None else _clipped(first - left, last - left, size_k)
-    return upper - lower
-
-
-def _clipped(first: int, last: int, most: int) -> int:
-    """The sum of min(max(i, 0), most) over i from first to before last."""
-    begin, end = min(max(first, 0), most), min(max(last, 0), most)
-    above = max(0, last - max(first, most))
-    return (begin + end - 1) * (end - begin) // 2 + above * most
-
-
 def _estimate(
     p: Problem, received: float, messages: int, pairs_heads: float, groups: int
 ) -> Estimate:
@@ -126,7 +106,7 @@ def _ulysses(p: Problem) -> Estimate:
     world, (heads_q, heads_kv) = p.ranks.world, p.heads
     of_q = [len(own) for own in query_heads(heads_q, world)]
     of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
-    rows, keys, copies = lengths(p.rows), lengths(p.keys), sum(of_kv)
+    rows, keys, copies = p.cut.rows, p.cut.keys, sum(of_kv)
     d, dv = p.q.shape[3], p.v.shape[3]
     worst = 0.0
     for rank in range(world):
@@ -144,20 +124,17 @@ def _ulysses(p: Problem) -> Estimate:
         worst = max(worst, size)
     groups = ulysses.groups(p.size_q, p.q.shape[0], p.heads, world, p.q.device)
     messages = (4 if p.differentiable else 2) * groups * (world - 1)
-    pairs = visible_pairs((0, p.size_q), p.size_q, p.size_k, p.request.window)
+    pairs = sum(p.cut.pairs())
     return _estimate(p, worst * p.q.shape[0], messages, pairs * max(of_q), groups)
 
 
 def _allgather(p: Problem) -> Estimate:
     world, (heads_q, heads_kv) = p.ranks.world, p.heads
     columns = p.q.shape[0] * heads_kv * (p.q.shape[3] + p.v.shape[3])
-    moved = moved_keys(tuple(p.rows), tuple(p.keys), p.request.window)
-    rows = max(2 * to + back if p.differentiable else to for to, back in moved)
+    keys, calls = p.cut.calls()
+    rows = max(2 * to + back if p.differentiable else to for to, back in moved_keys(keys, calls))
     received = float(rows * columns * p.q.element_size())
-    pairs = max(
-        sum(visible_pairs(run, p.size_q, p.size_k, p.request.window) for run in own)
-        for own in p.rows
-    )
+    pairs = max(p.cut.pairs())
     groups = allgather.groups(p.size_q, p.q.shape[0], p.heads, world, p.q.device)
     messages = (3 if p.differentiable else 1) * groups * (world - 1)
     return _estimate(p, received, messages, pairs * heads_q, groups)

@@ -39,10 +39,19 @@ class Method(Protocol):
 
 
 class Local:
-    """The operator."""
+    """The operator, with the options of one call of a larger problem."""
+
+    def options(self, options: Options) -> Options:
+        """The options of this call; those of heads have been cut already."""
+        return options
+
+    def state_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """The state, from the arguments of the forward, its out and the lse of its state."""
+        return [q, k, v, out, lse]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
+        options = self.options(options)
         q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
         out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.writes_lse_low(q))
         return Result(out, lse[0] if has_lse_low(lse, q) else lse, [q, k, v, out, lse])
@@ -54,7 +63,7 @@ class Local:
         if dlse is not None:
             dlse = contiguous_columns(dlse)
         dout = contiguous_columns(dout)
-        grads = _ops.call_backward(dout, dlse, *state, *options, wanted)
+        grads = _ops.call_backward(dout, dlse, *state, *self.options(options), wanted)
         bits = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
         return [x if wanted & bit else None for x, bit in zip(grads, bits, strict=True)]
 

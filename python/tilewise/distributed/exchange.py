@@ -8,7 +8,6 @@ them. Tensors without columns move nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -141,15 +140,6 @@ class _PublishedMessages:
         """See ``Published``."""
         sent = parts_of([x.contiguous() for x in self._views(step)])
         return start(self._table, sent, received, self._ranks, self._what)
-
-
-def transport_of(ranks: Ranks, device: torch.device) -> Transport:
-    """The transport of a group, the same on all ranks."""
-    if os.environ.get("TILEWISE_DISTRIBUTED_TRANSPORT") == "copies":
-        from .copies import Copies
-
-        return Copies(ranks, device)
-    return Messages(ranks)
 
 
 def start(

@@ -47,6 +47,25 @@ def span_of(run: Run, size_q: int, size_k: int, window: Bounds) -> Span:
     )
 
 
+def visible_pairs(run: Run, size_q: int, size_k: int, window: Bounds) -> int:
+    """The number of (row, key) pairs of the run that the window leaves visible."""
+    left, right = window
+    first, last = run[0] + size_k - size_q, run[1] + size_k - size_q  # aligned keys
+    rows = run[1] - run[0]
+    upper = (
+        rows * size_k if right is None else _clipped(first + right + 1, last + right + 1, size_k)
+    )
+    lower = 0 if left is None else _clipped(first - left, last - left, size_k)
+    return upper - lower
+
+
+def _clipped(first: int, last: int, most: int) -> int:
+    """The sum of min(max(i, 0), most) over i from first to before last."""
+    begin, end = min(max(first, 0), most), min(max(last, 0), most)
+    above = max(0, last - max(first, most))
+    return (begin + end - 1) * (end - begin) // 2 + above * most
+
+
 class Call(NamedTuple):
     """One call: the rows among those of the rank, and the keys that they see."""
 
@@ -54,6 +73,7 @@ class Call(NamedTuple):
     span: Span
 
 
+@lru_cache(maxsize=1024)
 def calls_of(runs: Runs, size_q: int, size_k: int, window: Bounds) -> tuple[Call, ...]:
     """The calls of a rank with these runs of rows: one per run, or one if no row has a mask."""
     if window == (None, None):
@@ -126,14 +146,7 @@ class Part(NamedTuple):
     at: int  # where the run begins in the part, among all parts of the owner
 
 
-AllCalls: TypeAlias = tuple[tuple[Call, ...], ...]
-
-
-@lru_cache(maxsize=64)
-def _all_calls(rows: tuple[Runs, ...], size_k: int, window: Bounds) -> AllCalls:
-    """The calls of each rank."""
-    size_q = sum(map(length, rows))
-    return tuple(calls_of(runs, size_q, size_k, window) for runs in rows)
+AllCalls: TypeAlias = tuple[tuple[Call, ...], ...]  # of each rank
 
 
 def _parts_of(own: Runs, calls: AllCalls) -> tuple[list[Part], list[Sums]]:
@@ -166,10 +179,9 @@ def _gaps(own: Runs, parts: list[Part]) -> Runs:
 
 
 @lru_cache(maxsize=256)
-def key_plan(rank: int, rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: Bounds) -> KeyPlan:
-    """The plan of one rank for the runs of rows and keys of all ranks."""
-    ranks = Ranks(None, rank, len(rows))
-    calls = _all_calls(rows, sum(map(length, keys)), window)
+def key_plan(rank: int, keys: tuple[Runs, ...], calls: AllCalls) -> KeyPlan:
+    """The plan of one rank for the runs of keys and the calls of all ranks."""
+    ranks = Ranks(None, rank, len(keys))
     intervals = [intervals_of(own) for own in calls]
     parts = [_parts_of(own, calls) for own in keys]
 
@@ -205,11 +217,8 @@ def key_plan(rank: int, rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: 
 
 
 @lru_cache(maxsize=64)
-def moved_keys(
-    rows: tuple[Runs, ...], keys: tuple[Runs, ...], window: Bounds
-) -> list[tuple[int, int]]:
+def moved_keys(keys: tuple[Runs, ...], calls: AllCalls) -> list[tuple[int, int]]:
     """How many keys each rank receives from others, and how many parts of gradients of its own."""
-    calls = _all_calls(rows, sum(map(length, keys)), window)
     result = []
     for rank, own in enumerate(keys):
         seen = intervals_of(calls[rank])

@@ -4,11 +4,16 @@ A layout gives each rank one or two runs of consecutive rows. "contiguous" cuts 
 many chunks as ranks. "zigzag" cuts it into twice as many and gives rank i the chunks i and
 2 P - 1 - i, so that all ranks of a causal call compute about equally many scores (the layout of
 Megatron-LM and of ring-flash-attention's zigzag). Chunk c of n begins at row c * size // n: sizes
-need not divide, and ranks may have no rows.
+need not divide, and ranks may have no rows. Of a packed batch, each sequence is cut so, and a rank
+has its chunks sequence by sequence (as in Megatron-LM and Transformer Engine).
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +28,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 Run: TypeAlias = tuple[int, int]  # rows from the first to before the second
 Runs: TypeAlias = tuple[Run, ...]
+Starts: TypeAlias = tuple[int, ...]  # cu_seqlens: [sequences + 1]
 
 
 def check_layout(layout: str) -> str:
@@ -48,19 +54,58 @@ def runs_of(size: int, layout: str, count: int) -> list[Runs]:
     return result
 
 
+def packed_runs(starts: Starts, layout: str, count: int) -> list[Runs]:
+    """The runs of rows of each of `count` ranks in a packed batch, sequence by sequence."""
+    result: list[list[Run]] = [[] for _ in range(count)]
+    for first, last in itertools.pairwise(starts):
+        for own, runs in zip(result, runs_of(last - first, layout, count), strict=True):
+            own += [(first + begin, first + end) for begin, end in runs if begin < end]
+    return [tuple(own) for own in result]
+
+
+def starts_of(name: str, value: Any) -> Starts:
+    """cu_seqlens as a tuple, from any sequence of integers in CPU memory."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {value.device}, but must be in CPU memory: the host cuts sequences"
+            )
+        value = value.tolist()
+    try:
+        starts = tuple(map(operator.index, value))
+    except TypeError:
+        raise TypeError(
+            f"{name} is {value!r}, but must be a sequence of integers or a CPU tensor of them"
+        ) from None
+    if not starts or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"{name} is {list(starts)}, but must begin with 0 and not decrease")
+    return starts
+
+
+def _whole_runs(size: int, layout: str, count: int, cu_seqlens: Any) -> list[Runs]:
+    """The runs of one sequence, or of the sequences of a packed batch."""
+    layout = check_layout(layout)
+    if cu_seqlens is None:
+        return runs_of(size, layout, count)
+    starts = starts_of("cu_seqlens", cu_seqlens)
+    if starts[-1] != size:
+        raise ValueError(f"cu_seqlens ends with {starts[-1]}, but there are {size} rows")
+    return packed_runs(starts, layout, count)
+
+
 def length(runs: Runs) -> int:
     """The number of rows of the runs together."""
     return sum(end - begin for begin, end in runs)
 
 
-def lengths(runs: list[Runs]) -> list[int]:
+def lengths(runs: Sequence[Runs]) -> list[int]:
     """The number of rows of each rank."""
     return [length(own) for own in runs]
 
 
 def cut(x: Tensor, dim: int, runs: Runs) -> Tensor:
     """The rows of the runs, end to end; a view where it can be one."""
-    parts = [x.narrow(dim, begin, end - begin) for begin, end in runs]
+    parts = [x.narrow(dim, begin, end - begin) for begin, end in runs] or [x.narrow(dim, 0, 0)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -108,28 +153,41 @@ class Gather(torch.autograd.Function):
 
 
 def positions(
-    size: int, *, layout: str, group: Any = None, device: torch.device | str | None = None
-) -> Tensor:
-    """The places of this rank's rows in the sequence, for example for rotary embedding.
+    size: int, *, layout: str, group: Any = None, device: torch.device | str | None = None,
+    cu_seqlens: Any = None,
+) -> Tensor:  # fmt: skip
+    """The places of this rank's rows in their sequences, for example for rotary embedding.
 
     Args:
-        size: Rows of the whole sequence.
+        size: Rows of the whole sequence or of the packed batch.
         layout: "zigzag" or "contiguous".
         group: A process group; None is the default group.
         device: Device of the result; None is PyTorch's default.
+        cu_seqlens: Integers in CPU memory [sequences + 1]: where the sequences of a packed batch
+            begin and end. Places are then counted from the first row of each sequence.
 
     Returns:
         int64 [rows of this rank], in the order of ``shard``.
 
     Raises:
-        ValueError: size is negative or layout is neither of the two.
+        TypeError: cu_seqlens has other elements than integers.
+        ValueError: size is negative, layout is neither of the two, or cu_seqlens is on a GPU, does
+            not begin with 0, decreases, or does not end with size.
     """
     ranks = ranks_of(group)
-    own = runs_of(_size(size), check_layout(layout), ranks.world)[ranks.rank]
-    return torch.cat([torch.arange(begin, end, device=device) for begin, end in own])
+    own = _whole_runs(_size(size), layout, ranks.world, cu_seqlens)[ranks.rank]
+    firsts = [0] * len(own)
+    if cu_seqlens is not None:
+        starts = starts_of("cu_seqlens", cu_seqlens)
+        firsts = [starts[bisect.bisect_right(starts, begin) - 1] for begin, _ in own]
+    places = [
+        torch.arange(begin - first, end - first, device=device)
+        for (begin, end), first in zip(own, firsts, strict=True)
+    ]
+    return torch.cat(places) if places else torch.arange(0, device=device)
 
 
-def shard(x: Tensor, dim: int, *, layout: str, group: Any = None) -> Tensor:
+def shard(x: Tensor, dim: int, *, layout: str, group: Any = None, cu_seqlens: Any = None) -> Tensor:
     """This rank's rows of a tensor that every rank has whole; nothing is exchanged.
 
     Args:
@@ -137,20 +195,24 @@ def shard(x: Tensor, dim: int, *, layout: str, group: Any = None) -> Tensor:
         dim: The dimension of the sequence.
         layout: "zigzag" or "contiguous".
         group: A process group; None is the default group.
+        cu_seqlens: As in ``positions``, if dim is that of a packed batch.
 
     Returns:
-        The rows ``positions`` of dimension dim. The gradient of x is this rank's part: zero outside
+        The rows of this rank in dimension dim. The gradient of x is this rank's part: zero outside
         its rows. Summed over ranks, the parts are the whole gradient.
 
     Raises:
-        ValueError: layout is neither of the two.
+        TypeError: As for ``positions``.
+        ValueError: As for ``positions``.
     """
     ranks = ranks_of(group)
-    runs = runs_of(x.shape[dim], check_layout(layout), ranks.world)
+    runs = _whole_runs(x.shape[dim], layout, ranks.world, cu_seqlens)
     return cut(x, dim, runs[ranks.rank])
 
 
-def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -> Tensor:
+def unshard(
+    x: Tensor, dim: int, *, layout: str, size: int, group: Any = None, cu_seqlens: Any = None
+) -> Tensor:
     """The whole tensor on every rank, from the rows that each rank has; the inverse of ``shard``.
 
     All ranks must call it. The loss is the sum of the losses of the ranks: the gradient of x adds
@@ -161,8 +223,9 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
         x: This rank's rows.
         dim: The dimension of the sequence.
         layout: "zigzag" or "contiguous".
-        size: Rows of the whole sequence.
+        size: Rows of the whole sequence or of the packed batch.
         group: A process group; None is the default group.
+        cu_seqlens: As in ``positions``.
 
     Returns:
         The whole, in the order of the sequence.
@@ -176,7 +239,7 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
     ranks = ranks_of(group)
 
     def describe() -> Call:
-        runs = runs_of(_size(size), check_layout(layout), ranks.world)
+        runs = _whole_runs(_size(size), layout, ranks.world, cu_seqlens)
         if not -as_array("x", x).dim() <= dim < x.dim():
             raise IndexError(f"dim is {dim}, but x has {x.dim()} dimensions")
         own, have = length(runs[ranks.rank]), x.shape[dim]
@@ -189,14 +252,16 @@ def unshard(x: Tensor, dim: int, *, layout: str, size: int, group: Any = None) -
         shape[dim] = "rows"
         differentiable = torch.is_grad_enabled() and x.requires_grad
         return Call({
-            "layout": repr(layout), "size": str(size), "shape of x": str(shape),
+            "layout": repr(layout), "size": str(size), "cu_seqlens": str(cu_seqlens),
+            "shape of x": str(shape),
             "dtype of x": str(x.dtype), "requires_grad of x": str(differentiable),
         })  # fmt: skip
 
     agree(ranks, "unshard", describe)
     if ranks.world == 1:
         return x
-    return Gather.apply(x, dim % x.dim(), runs_of(size, layout, ranks.world), ranks, "x")
+    runs = _whole_runs(size, layout, ranks.world, cu_seqlens)
+    return Gather.apply(x, dim % x.dim(), runs, ranks, "x")
 
 
 def _size(size: int) -> int:

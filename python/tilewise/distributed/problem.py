@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import hashlib
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,11 @@ from torch.autograd.function import once_differentiable
 from .. import _check, _torch
 from .._request import Request
 from .agreement import Call, agree
-from .layout import Runs, check_layout, lengths, runs_of
+from .core import Local
+from .dense import DenseCut
+from .keys import AllCalls
+from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
+from .packed import PackedCut
 from .ranks import Ranks, all_gather, sum_dtype
 
 METHODS = ("ulysses", "allgather")
@@ -22,6 +27,42 @@ def check_method(method: str) -> str:
     if not isinstance(method, str) or method not in ("auto", *METHODS):
         raise ValueError(f"method is {method!r}, but must be 'auto', 'ulysses' or 'allgather'")
     return method
+
+
+class Cut(Protocol):
+    """How the sequences of a call are cut over the ranks.
+
+    Row and key runs are those of the order in which "ulysses" computes; the calls of "allgather"
+    may have another order.
+    """
+
+    @property
+    def row_runs(self) -> tuple[Runs, ...]:
+        """The runs of rows of each rank."""
+
+    @property
+    def key_runs(self) -> tuple[Runs, ...]:
+        """The runs of keys of each rank."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of rows of each rank."""
+
+    @property
+    def keys(self) -> list[int]:
+        """The number of keys of each rank."""
+
+    def pairs(self) -> list[int]:
+        """The number of (row, key) pairs that the rows of each rank see."""
+
+    def whole(self, device: torch.device, /) -> Local:
+        """The call of all rows."""
+
+    def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
+        """The runs of keys and the calls of each rank, for "allgather"."""
+
+    def local(self, rank: int, device: torch.device, /) -> list[Local]:
+        """What computes the calls of a rank."""
 
 
 class Problem(NamedTuple):
@@ -37,16 +78,16 @@ class Problem(NamedTuple):
     bias: Tensor | None  # [B or 1, Hq or 1, rows of this rank or 1, Sk]
     bias_has_rows: bool  # else its one row is the same for all rows, on all ranks
     request: Request
-    rows: list[Runs]  # of each rank
-    keys: list[Runs]
+    cut: Cut
+    sequences: int  # of the whole
 
     @property
     def size_q(self) -> int:
-        return sum(lengths(self.rows))
+        return sum(self.cut.rows)
 
     @property
     def size_k(self) -> int:
-        return sum(lengths(self.keys))
+        return sum(self.cut.keys)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -133,7 +174,70 @@ def prepare(
             scale=_reduced(request.scale, ranks, "scale"),
         )
         bias = bias if has_rows else _reduced(bias, ranks, "bias")
-    return Problem(ranks, q, k, v, bias, has_rows, request, rows, keys)
+    cut = DenseCut(tuple(rows), tuple(keys), request.window)
+    return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0])
+
+
+def prepare_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Any, Any], ranks: Ranks, layout: str,
+    method: str, request: Request, reduce_replicated: bool,
+) -> Problem:  # fmt: skip
+    """As ``prepare``, for packed sequences whose ends all ranks know."""
+    local: list[tuple[Tensor, Tensor, Tensor]] = []
+    cuts: list[PackedCut] = []
+    left, right = _check.window_bounds(request.causal, request.window)
+    window = (None if left < 0 else left, None if right < 0 else right)
+
+    def describe() -> Call:
+        check_layout(layout)
+        check_method(method)
+        _refuse(k, request)
+        if request.bias is not None:
+            raise ValueError("bias is given, but attention_varlen over several ranks takes none")
+        starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
+        if len(starts[0]) != len(starts[1]):
+            raise ValueError(
+                f"cu_seqlens_k has {len(starts[1])} entries, but must have {len(starts[0])} like "
+                "cu_seqlens_q"
+            )
+        cut = PackedCut(*starts, layout, ranks.world, window)
+        tensors = _torch._autocast(q, k, v, None)[:3]
+        _torch.check_tensors(*tensors)
+        _check.varlen(*tensors, False)
+        _torch.score_options(tensors[0], len(starts[0]) - 1, request)
+        for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
+            if x.shape[0] != counts[ranks.rank]:
+                raise ValueError(
+                    f"{name} on rank {ranks.rank} has {x.shape[0]} rows, but layout {layout!r} of "
+                    f"cu_seqlens over {ranks.world} ranks gives it {counts[ranks.rank]}"
+                )
+        local.append((tensors[0].unsqueeze(0), tensors[1].unsqueeze(0), tensors[2].unsqueeze(0)))
+        cuts.append(cut)
+        same = _same((*local[0], None), request, (left, right))
+        same |= {
+            "layout": repr(layout), "method": repr(method),
+            "cu_seqlens_q": _short(starts[0]), "cu_seqlens_k": _short(starts[1]),
+            "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
+        }  # fmt: skip
+        return Call(same)
+
+    agree(ranks, "attention_varlen", describe)
+    request = request._replace(causal=False, window=window)
+    if reduce_replicated:
+        request = request._replace(
+            sinks=_reduced(request.sinks, ranks, "sinks"),
+            scale=_reduced(request.scale, ranks, "scale"),
+        )
+    (cut,) = cuts
+    return Problem(ranks, *local[0], None, False, request, cut, len(cut.starts_q) - 1)
+
+
+def _short(starts: Starts) -> str:
+    """The ends of sequences, or their number and a hash if there are many."""
+    if len(starts) <= 12:
+        return str(list(starts))
+    digest = hashlib.blake2b(repr(starts).encode(), digest_size=8).hexdigest()
+    return f"{len(starts)} entries up to {starts[-1]} with hash {digest}"
 
 
 def _reduced(x: Any, ranks: Ranks, what: str) -> Any:

@@ -383,15 +383,17 @@ def _nothing(q: Tensor, _k: Tensor, v: Tensor) -> Result:
     return Result(q.new_empty((batch, rows, 0, v.shape[3])), lse, [])
 
 
-def own_bias(bias: Tensor, by_rows: bool, heads: int, ranks: Ranks, rows: list[Runs]) -> Tensor:
+def own_bias(
+    bias: Tensor, by_rows: bool, heads: int, ranks: Ranks, rows: tuple[Runs, ...]
+) -> Tensor:
     """The bias of all rows and of this rank's heads, from one for this rank's rows if `by_rows`."""
     own = query_heads(heads, ranks.world)[ranks.rank]
     by_head = bias.shape[1] > 1
     if not by_rows:
         return bias[:, own[0] : own[-1] + 1] if own and by_head else bias
     if not by_head:
-        return Gather.apply(bias, 2, rows, ranks, "bias")
-    return BiasToHeads.apply(bias, ranks, tuple(rows))
+        return Gather.apply(bias, 2, list(rows), ranks, "bias")
+    return BiasToHeads.apply(bias, ranks, rows)
 
 
 class BiasToHeads(torch.autograd.Function):

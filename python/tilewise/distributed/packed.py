@@ -1,0 +1,373 @@
+"""Packed sequences of different lengths, each of which is cut over the ranks.
+
+The rows of a rank are, sequence by sequence, the chunks that the layout gives it (as in Megatron-LM
+and Transformer Engine). Kernels want each sequence in one piece, so rows are put in that order
+after they have come, and back before they are sent.
+
+"allgather" sends the chunks of all sequences with one number together: in the order of chunks, a
+rank has at most two runs, as with one sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._options import Options
+from .core import Gradients, Local, Result
+from .keys import AllCalls, Bounds, Call, Span, span_of, visible_pairs
+from .layout import Run, Runs, Starts, length, packed_runs, runs_of
+
+
+def chunks_of(rank: int, layout: str, world: int) -> tuple[int, ...]:
+    """The numbers of the chunks of a rank, of as many as the layout cuts a sequence into."""
+    return (rank,) if layout == "contiguous" else (rank, 2 * world - 1 - rank)
+
+
+def _chunk(size: int, number: int, count: int) -> Run:
+    return number * size // count, (number + 1) * size // count
+
+
+class ChunkCall(NamedTuple):
+    """A call of some chunks of some sequences over the keys that they see."""
+
+    rows: dict[int, list[Run]]  # of each sequence: runs of its rows
+    keys: dict[int, Run]  # of each sequence: keys within it
+    window: Bounds
+    chunks: Run  # of keys
+
+
+class PackedCut(NamedTuple):
+    """See ``problem.Cut``."""
+
+    starts_q: Starts
+    starts_k: Starts
+    layout: str
+    world: int
+    window: Bounds
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of rows of each rank."""
+        return [length(own) for own in packed_runs(self.starts_q, self.layout, self.world)]
+
+    @property
+    def keys(self) -> list[int]:
+        """The number of keys of each rank."""
+        return [length(own) for own in packed_runs(self.starts_k, self.layout, self.world)]
+
+    @property
+    def row_runs(self) -> tuple[Runs, ...]:
+        """The rows of each rank where those of the ranks lie end to end."""
+        return _end_to_end(self.rows)
+
+    @property
+    def key_runs(self) -> tuple[Runs, ...]:
+        """The keys of each rank where those of the ranks lie end to end."""
+        return _end_to_end(self.keys)
+
+    def pairs(self) -> list[int]:
+        """The number of (row, key) pairs that the rows of each rank see."""
+        return list(_pairs(self))
+
+    def whole(self, device: torch.device) -> Local:
+        """The call of all rows, which come in the order of the ranks."""
+        return _whole(self, device)
+
+    def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
+        """The runs of keys, in the order of chunks, and the calls of each rank."""
+        count, starts = self._chunks(), _chunk_starts(self.starts_k, self._chunks())
+        keys = tuple(
+            tuple((starts[c], starts[c + 1]) for c in chunks_of(rank, self.layout, self.world))
+            for rank in range(self.world)
+        )
+        calls = []
+        for rank in range(self.world):
+            own, at = [], 0
+            for call in _chunk_calls(self, rank):
+                rows = sum(length(tuple(runs)) for runs in call.rows.values())
+                begin, end = starts[call.chunks[0]], starts[call.chunks[1]]
+                own.append(Call((at, at + rows), Span(begin, end, call.window)))
+                at += rows
+            calls.append(tuple(own))
+        assert len(starts) == count + 1
+        return keys, tuple(calls)
+
+    def local(self, rank: int, device: torch.device) -> list[Local]:
+        """What computes the calls of a rank."""
+        return _locals(self, rank, device)
+
+    def orders(self, rank: int, device: torch.device) -> tuple[Order, Order]:
+        """The rows of this rank in the order of its calls, and its keys in that of chunks."""
+        return _orders(self, rank, device)
+
+    def places(self, rank: int) -> tuple[list[int], list[int]]:
+        """The places of rows and keys of ``orders`` among those of the rank."""
+        place = _places(self.starts_q, self.layout, self.world, rank)
+        rows = [
+            place[sequence, begin] + i
+            for call in _chunk_calls(self, rank)
+            for sequence, runs in sorted(call.rows.items())
+            for begin, end in runs
+            for i in range(end - begin)
+        ]
+        place = _places(self.starts_k, self.layout, self.world, rank)
+        keys = [
+            place[sequence, begin] + i
+            for number in chunks_of(rank, self.layout, self.world)
+            for sequence, size in enumerate(_sizes(self.starts_k))
+            for begin, end in [_chunk(size, number, self._chunks())]
+            for i in range(end - begin)
+        ]
+        return rows, keys
+
+    def _chunks(self) -> int:
+        return self.world if self.layout == "contiguous" else 2 * self.world
+
+
+def _sizes(starts: Starts) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(starts)]
+
+
+def _end_to_end(sizes: list[int]) -> tuple[Runs, ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return tuple(((begin, end),) for begin, end in itertools.pairwise(starts))
+
+
+def _chunk_starts(starts: Starts, count: int) -> list[int]:
+    """Where each chunk begins in the order of chunks."""
+    result = [0]
+    for number in range(count):
+        of_number = (_chunk(size, number, count) for size in _sizes(starts))
+        result.append(result[-1] + sum(end - begin for begin, end in of_number))
+    return result
+
+
+@lru_cache(maxsize=64)
+def _by_sequence(starts: Starts, layout: str, world: int) -> tuple[int, ...]:
+    """For each row of the packed batch its place where the rows of the ranks lie end to end."""
+    place = [0] * starts[-1]
+    at = 0
+    for own in packed_runs(starts, layout, world):
+        for begin, end in own:
+            place[begin:end] = range(at, at + end - begin)
+            at += end - begin
+    return tuple(place)
+
+
+@lru_cache(maxsize=64)
+def _places(starts: Starts, layout: str, world: int, rank: int) -> dict[tuple[int, int], int]:
+    """By sequence and first row within it: where a chunk of a rank begins among its rows."""
+    result, at = {}, 0
+    count = world if layout == "contiguous" else 2 * world
+    for sequence, size in enumerate(_sizes(starts)):
+        for number in chunks_of(rank, layout, world):
+            begin, end = _chunk(size, number, count)
+            if begin < end:
+                result[sequence, begin] = at
+                at += end - begin
+    return result
+
+
+@lru_cache(maxsize=64)
+def _pairs(cut: PackedCut) -> tuple[int, ...]:
+    result = [0] * cut.world
+    for size_q, size_k in zip(_sizes(cut.starts_q), _sizes(cut.starts_k), strict=True):
+        for rank, runs in enumerate(runs_of(size_q, cut.layout, cut.world)):
+            result[rank] += sum(visible_pairs(run, size_q, size_k, cut.window) for run in runs)
+    return tuple(result)
+
+
+@lru_cache(maxsize=256)
+def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
+    """The calls of a rank: one per chunk number and window, or one if no row has a mask."""
+    count = cut.world if cut.layout == "contiguous" else 2 * cut.world
+    sizes = list(zip(_sizes(cut.starts_q), _sizes(cut.starts_k), strict=True))
+    numbers = chunks_of(rank, cut.layout, cut.world)
+    calls: dict[Any, ChunkCall] = {}
+    for number in numbers:
+        for sequence, (size_q, size_k) in enumerate(sizes):
+            run = _chunk(size_q, number, count)
+            if run[0] == run[1]:
+                continue
+            span, key = Span(0, size_k, cut.window), 0
+            if cut.window != (None, None):
+                span, key = span_of(run, size_q, size_k, cut.window), number
+            call = calls.setdefault((key, span.window), ChunkCall({}, {}, span.window, (count, 0)))
+            call.rows.setdefault(sequence, []).append(run)
+            chunks = call.chunks
+            if span.begin < span.end:
+                first, last = _holding(size_k, count, span)
+                call.keys[sequence] = (first * size_k // count, span.end)
+                chunks = (min(chunks[0], first), max(chunks[1], last))
+            calls[key, span.window] = call._replace(chunks=chunks)
+    return tuple(
+        call if call.chunks[0] < call.chunks[1] else call._replace(chunks=(0, 0))
+        for call in calls.values()
+    )
+
+
+def _holding(size: int, count: int, span: Span) -> Run:
+    """The first chunks that hold the keys of the span, from the first to before the last."""
+    first = (span.begin * count) // size
+    while (first + 1) * size // count <= span.begin:
+        first += 1
+    while first * size // count > span.begin:
+        first -= 1
+    last = first
+    while last * size // count < span.end:
+        last += 1
+    return first, last
+
+
+class Order:
+    """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them."""
+
+    def __init__(self, index: tuple[int, ...] | list[int], rows: int, device: torch.device) -> None:
+        self._index = torch.tensor(index, dtype=torch.int64).to(device)
+        self._rows = rows
+
+    def pick(self, x: Tensor) -> Tensor:
+        """[1, rows, ...] as [picked rows, ...]."""
+        return x[0].index_select(0, self._index)
+
+    def put(self, y: Tensor) -> Tensor:
+        """[picked rows, ...] as [1, rows, ...]; rows that were not picked get 0."""
+        some = y.shape[0] < self._rows
+        x = (y.new_zeros if some else y.new_empty)((self._rows, *y.shape[1:]))
+        return x.index_copy_(0, self._index, y).unsqueeze(0)
+
+
+class PackedCall(Local):
+    """A call of packed sequences whose rows and keys come in another order."""
+
+    def __init__(
+        self, rows: tuple[int, ...] | None, keys: tuple[int, ...], starts_q: Starts,
+        starts_k: Starts, window: Bounds | None, device: torch.device, all_keys: int | None = None,
+    ) -> None:  # fmt: skip
+        self._rows = None if rows is None else Order(rows, len(rows), device)
+        self._keys = Order(keys, len(keys) if all_keys is None else all_keys, device)
+        self._window = window
+        self._cu_q, self._cu_k = (
+            torch.tensor(x, dtype=torch.int32).to(device) for x in (starts_q, starts_k)
+        )
+        self._most = [max(_sizes(x), default=0) for x in (starts_q, starts_k)]
+
+    def options(self, options: Options) -> Options:
+        """The options with the sequences and the window of the call."""
+        if self._window is not None:
+            left, right = self._window
+            options = options._replace(
+                window_left=-1 if left is None else left,
+                window_right=-1 if right is None else right,
+            )
+        return options._replace(
+            cu_seqlens_q=self._cu_q, cu_seqlens_k=self._cu_k,
+            max_seqlen_q=self._most[0], max_seqlen_k=self._most[1],
+        )  # fmt: skip
+
+    def _pick_rows(self, x: Tensor) -> Tensor:
+        return x[0] if self._rows is None else self._rows.pick(x)
+
+    def _put_rows(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0) if self._rows is None else self._rows.put(x)
+
+    def _lse_out(self, lse: Tensor) -> Tensor:
+        return self._put_rows(lse.transpose(0, 1)).transpose(1, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        picked = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
+        out, lse, state = super().forward(*picked, options)
+        return Result(self._put_rows(out), self._lse_out(lse), state)
+
+    def state_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """See ``Local``."""
+        keys = self._keys.pick(k), self._keys.pick(v)
+        return [self._pick_rows(q), *keys, self._pick_rows(out), lse]
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        dout = self._pick_rows(dout)
+        if dlse is not None:
+            dlse = self._pick_rows(dlse.transpose(1, 2)).transpose(0, 1)
+        grads = super().backward(state, dout, dlse, options, wanted)
+        for i, put in enumerate((self._put_rows, self._keys.put, self._keys.put)):
+            x = grads[i]
+            grads[i] = None if x is None else put(x)
+        return grads
+
+
+@lru_cache(maxsize=32)
+def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
+    q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
+    return PackedCall(q, k, cut.starts_q, cut.starts_k, None, device)
+
+
+@lru_cache(maxsize=32)
+def _locals(cut: PackedCut, rank: int, device: torch.device) -> list[Local]:
+    return [_local(cut, call, device) for call in _chunk_calls(cut, rank)]
+
+
+@lru_cache(maxsize=32)
+def _orders(cut: PackedCut, rank: int, device: torch.device) -> tuple[Order, Order]:
+    rows, keys = cut.places(rank)
+    return Order(rows, len(rows), device), Order(keys, len(keys), device)
+
+
+def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
+    count = cut.world if cut.layout == "contiguous" else 2 * cut.world
+    sizes, starts = _sizes(cut.starts_k), _chunk_starts(cut.starts_k, count)
+    first, last = call.chunks
+    begins: dict[tuple[int, int], int] = {}  # by sequence and chunk: among the keys of the call
+    at = 0
+    for number in range(first, last):
+        for sequence, size in enumerate(sizes):
+            begin, end = _chunk(size, number, count)
+            begins[sequence, number] = at
+            at += end - begin
+    assert at == starts[last] - starts[first]
+    cu_q, cu_k, index = [0], [0], []
+    for sequence, size in enumerate(sizes):
+        cu_q.append(cu_q[-1] + length(tuple(call.rows.get(sequence, ()))))
+        begin, end = call.keys.get(sequence, (0, 0))
+        index += list(_keys_between(begin, end, size, count, sequence, begins))
+        cu_k.append(cu_k[-1] + end - begin)
+    return PackedCall(None, tuple(index), tuple(cu_q), tuple(cu_k), call.window, device, at)
+
+
+def _keys_between(
+    begin: int, end: int, size: int, count: int, sequence: int, begins: dict[tuple[int, int], int]
+) -> Iterator[int]:
+    """The places of the keys of a sequence from `begin` to before `end`."""
+    for number in range(count):
+        low, high = _chunk(size, number, count)
+        first, last = max(begin, low), min(end, high)
+        if first < last:
+            base = begins[sequence, number] - low
+            yield from range(base + first, base + last)
+
+
+class Reordered(torch.autograd.Function):
+    """x [1, rows, ...] in an order of all rows, or back from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order, back: bool) -> Tensor:
+        """Picks the rows, or puts them back."""
+        ctx.plan = order, back
+        return order.put(x[0]) if back else order.pick(x).unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """The inverse."""
+        order, back = ctx.plan
+        return (order.pick(dy).unsqueeze(0) if back else order.put(dy[0])), None, None
