@@ -68,5 +68,5 @@ class DenseCut(NamedTuple):
         return self.key_runs, calls
 
     def local(self, rank: int, _device: torch.device) -> list[Local]:
-        """What computes the calls of a rank."""
+        """The calls of a rank."""
         return [DenseCall(call) for call in self.calls()[1][rank]]

@@ -100,7 +100,7 @@ class PackedCut(NamedTuple):
         return keys, tuple(calls)
 
     def local(self, rank: int, device: torch.device) -> list[Local]:
-        """What computes the calls of a rank."""
+        """The calls of a rank."""
         return _locals(self, rank, device)
 
     def orders(self, rank: int, device: torch.device) -> tuple[Order, Order]:

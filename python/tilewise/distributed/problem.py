@@ -62,7 +62,7 @@ class Cut(Protocol):
         """The runs of keys and the calls of each rank, for "allgather"."""
 
     def local(self, rank: int, device: torch.device, /) -> list[Local]:
-        """What computes the calls of a rank."""
+        """The calls of a rank."""
 
 
 class Problem(NamedTuple):
