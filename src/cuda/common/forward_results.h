@@ -37,7 +37,8 @@ TILEWISE_DEVICE float positive_scale(float scale) {
   return scale == 0.0f ? FLT_MIN : scale < 0.0f ? -scale : scale;
 }
 
-// Above these |m| the rounding of an exponent to fp32 matters, and a row needs_recompute.
+// Above these |m| the rounding of an exponent to fp32 matters, and the row must be recomputed
+// (`needs_recompute`).
 inline constexpr float kMaxExponentWithBias = 0x1p24f;
 inline constexpr float kMaxExponent = 0x1p12f;
 // Above this l its reciprocal is subnormal.

@@ -24,7 +24,8 @@ struct OrderTask {
 };
 
 // Checked copies of index arrays for the kernels that follow, which lay out their sums by sequence
-// and must agree where sequences are. Null: no copy. Lengths are copied for a backward only.
+// and must agree on where each sequence lies. Null: no copy. Lengths are copied only for a backward
+// pass.
 //
 // If a cu_seqlens decreases or exceeds its tensor, nothing is known about any sequence, and its
 // copy is all 0. In a backward a sequence with any other invalid entry gets no rows and no keys in
@@ -53,23 +54,23 @@ struct IndexCopies {
     return layouts * (p.batch + 1) + 2 * p.batch;
   }
   static IndexCopies forward(const Problem& p, int32_t* memory) {
-    IndexCopies task;
-    if (p.cu_seqlens_q != nullptr) task.cu_seqlens_q = memory;
-    return task;
+    IndexCopies copies;
+    if (p.cu_seqlens_q != nullptr) copies.cu_seqlens_q = memory;
+    return copies;
   }
   static IndexCopies backward(const Problem& p, int32_t* memory) {
-    IndexCopies task;
-    if (has_uniform_sequences(p)) return task;
+    IndexCopies copies;
+    if (has_uniform_sequences(p)) return copies;
     const auto take = [&](int64_t count) {
       int32_t* const taken = memory;
       memory += count;
       return taken;
     };
-    if (p.cu_seqlens_q != nullptr) task.cu_seqlens_q = take(p.batch + 1);
-    if (copies_key_layout(p)) task.cu_seqlens_k = take(p.batch + 1);
-    task.seqused_q = take(p.batch);
-    task.seqused_k = take(p.batch);
-    return task;
+    if (p.cu_seqlens_q != nullptr) copies.cu_seqlens_q = take(p.batch + 1);
+    if (copies_key_layout(p)) copies.cu_seqlens_k = take(p.batch + 1);
+    copies.seqused_q = take(p.batch);
+    copies.seqused_k = take(p.batch);
+    return copies;
   }
 
   // The problem with the copies in place of the arrays.
@@ -158,9 +159,10 @@ TILEWISE_FN bool has_first_block(const PrepareParams& params) {
 }
 
 // Adds the copies of index arrays. Call it after `prepare_forward` or `prepare_backward`.
-inline void set_index_copies(PrepareParams& params, const IndexCopies& task, IndexRecord* record) {
-  params.index_copies = task;
-  params.checked_problem = task.applied(params.problem);
+inline void set_index_copies(PrepareParams& params, const IndexCopies& copies,
+                             IndexRecord* record) {
+  params.index_copies = copies;
+  params.checked_problem = copies.applied(params.problem);
   params.index_record = record;
 }
 
