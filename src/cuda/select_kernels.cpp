@@ -76,12 +76,12 @@ const KernelSet* find(const Problem& p, Family family, const Gpu& gpu, const Reg
     return find_smallest(p, family, kTable, false, gpu, registry, serves);
   }
   if (gpu.table != 0) return find_in_table(p, gpu.table, gpu, registry, serves);
-  const int32_t own = arch::limits_of(gpu.sm).table;
-  const KernelSet* kernel_set = find_in_table(p, own, gpu, registry, serves);
-  if (registry.runs(own, gpu.sm)) return kernel_set;
+  const int32_t table = arch::limits_of(gpu.sm).table;
+  const KernelSet* kernel_set = find_in_table(p, table, gpu, registry, serves);
+  if (registry.runs(table, gpu.sm)) return kernel_set;
   for (auto row = arch::kLimits.rbegin(); kernel_set == nullptr && row != arch::kLimits.rend();
        ++row) {
-    if (row->table == row->sm && row->table < own)
+    if (row->table == row->sm && row->table < table)
       kernel_set = find_in_table(p, row->table, gpu, registry, serves);
   }
   return kernel_set;

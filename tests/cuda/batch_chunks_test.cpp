@@ -42,7 +42,7 @@ struct Batch {
   int32_t chunk_size() const {
     const auto count = [&](int32_t size) {
       int32_t sum = 0;
-      for (const int32_t each : keys) sum += ChunkSchedule::count(each, size);
+      for (const int32_t length : keys) sum += ChunkSchedule::count(length, size);
       return sum;
     };
     const ChunkSchedule::Batch batch = {static_cast<int32_t>(keys.size()),

@@ -40,9 +40,10 @@ class BatchChunks {
 #pragma unroll 4
     for (int32_t i = 0; i < sequences_per_lane_; ++i) {
       const int32_t sequence = ptx::lane_index() * sequences_per_lane_ + i;
-      const auto own = static_cast<uint32_t>(sequence < sequences_ ? keys_of(sequence) : 0);
-      keys += own;
-      longest = max(longest, own);
+      const auto sequence_keys =
+          static_cast<uint32_t>(sequence < sequences_ ? keys_of(sequence) : 0);
+      keys += sequence_keys;
+      longest = max(longest, sequence_keys);
     }
     const ChunkSchedule::Batch batch = {sequences_, static_cast<int32_t>(ptx::sum(keys)),
                                         static_cast<int32_t>(ptx::highest(longest))};

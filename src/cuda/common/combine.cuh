@@ -180,11 +180,11 @@ struct Combine {
   // Reduces one value per lane over the groups of warps. `exchange` is 0 for the first call and 1
   // for the second, which use different shared memory.
   template <class Reduce>
-  TILEWISE_DEVICE float reduced(float own, int exchange, const Reduce& reduce) const {
-    if (groups == 1) return own;
+  TILEWISE_DEVICE float reduced(float x, int exchange, const Reduce& reduce) const {
+    if (groups == 1) return x;
     const SharedWords words = shared_words(exchange * kCombineGroupsBytes);
     const int lane = ptx::lane_index();
-    if (warp_of_group() == 0) words.set(first_split() + lane, ptx::bits_of(own));
+    if (warp_of_group() == 0) words.set(first_split() + lane, ptx::bits_of(x));
     ptx::sync_block();
     float all = ptx::float_of(words.get(lane));
 #pragma unroll
@@ -193,15 +193,16 @@ struct Combine {
     return all;
   }
 
-  // Sets the weights and returns the lse of the row. `own`: lse of this lane's first split.
-  TILEWISE_DEVICE float set_weights(float own, float sink) {
+  // Sets the weights and returns the lse of the row. `lane_lse`: that of the
+  // lane's first split.
+  TILEWISE_DEVICE float set_weights(float lane_lse, float sink) {
     const int32_t next = first_split() + splits_per_pass();
-    float highest = own;
+    float highest = lane_lse;
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_per_pass())
       highest = max(highest, lse_of(begin));
     weights.begin(reduced(highest, 0, [](float a, float b) { return max(a, b); }), sink);
-    float sum = exponential(own - weights.base);
+    float sum = exponential(lane_lse - weights.base);
 #pragma unroll 1
     for (int32_t begin = next; begin < splits; begin += splits_per_pass())
       sum += exponential(lse_of(begin) - weights.base);
@@ -280,15 +281,16 @@ struct Combine {
   // The first partial outputs are loaded before the weights are computed.
   template <int kWidth>
   TILEWISE_DEVICE void run() {
-    const float own = lse_of(first_split());
+    const float lane_lse = lse_of(first_split());
     const auto partial = load<kWidth>(first_split(), ptx::lane_index() * kWidth);
-    const float lse = set_weights(own, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
+    const float lse =
+        set_weights(lane_lse, p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity);
     if (combine_is_inexact<Element>(lse)) [[unlikely]] {
       // All warps have the same lse, and all of them write the whole row.
       if (row.template recompute<T>(params)) return;
     }
     if (p.lse != nullptr && ptx::thread_index() == 0) row.write_lse(p, lse);
-    write(own, partial);
+    write(lane_lse, partial);
   }
 
   TILEWISE_DEVICE static int warp_of_group() { return ptx::warp_index() % kCombineWarps; }
@@ -330,16 +332,16 @@ struct CombineByWarps {
   TILEWISE_DEVICE void run() const {
     const float sink = p.sinks != nullptr ? p.sinks[row.head] : kMinusInfinity;
     const int lane = ptx::lane_index();
-    const float own =
+    const float lane_lse =
         lane < row.splits ? params.partial_lse[row.result_index(lane)] : kMinusInfinity;
     CombineWeights weights;
-    weights.begin(own, sink);
-    const float lse = weights.finish(exponential(own - weights.base), sink);
+    weights.begin(lane_lse, sink);
+    const float lse = weights.finish(exponential(lane_lse - weights.base), sink);
     if (combine_is_inexact<Element>(lse)) [[unlikely]] {
       if (row.template recompute<T>(params)) return;
     }
     if (p.lse != nullptr && lane == 0) row.write_lse(p, lse);
-    const float weight = weights.of(own);
+    const float weight = weights.of(lane_lse);
 #pragma unroll 1
     for (int64_t c = 0; c < p.head_dim_v; c += ptx::kWarpSize * kWidth)
       write(c + lane * kWidth, weight);

@@ -260,10 +260,10 @@ struct Dbias {
             static_cast<int32_t>(key_tile)};
   }
 
-  // The range of a dimension that the CTA visits: all of it, or its own index.
-  TILEWISE_DEVICE static int32_t first_of(int32_t own) { return own == kAll ? 0 : own; }
-  TILEWISE_DEVICE static int32_t end_of(int32_t own, int64_t count) {
-    return own == kAll ? static_cast<int32_t>(count) : own + 1;
+  // The range of a dimension that the CTA visits: `index`, or all of it.
+  TILEWISE_DEVICE static int32_t first_of(int32_t index) { return index == kAll ? 0 : index; }
+  TILEWISE_DEVICE static int32_t end_of(int32_t index, int64_t count) {
+    return index == kAll ? static_cast<int32_t>(count) : index + 1;
   }
 
   TILEWISE_DEVICE void run(int64_t block) const {

@@ -68,9 +68,9 @@ class ExactRow {
 
   // Continues the online softmax with up to 32 keys, one per lane.
   TILEWISE_DEVICE void add_keys(int64_t first) {
-    const int64_t own = first + ptx::lane_index();
+    const int64_t key = first + ptx::lane_index();
     float x = kMinusInfinity;
-    if (own < keys_.end) x = score(own);
+    if (key < keys_.end) x = score(key);
     const float highest = ptx::fmax(m_, max_of_warp(x));
     const float shrink = exponential(m_ - highest);
     float weight = exponential(x - highest);
@@ -79,7 +79,7 @@ class ExactRow {
 #pragma unroll
     for (float& o : o_) o *= shrink;
     if constexpr (kForm == Form::general) {
-      if (score_mod_.dropout.on()) weight *= score_mod_.keep(row_score_mod_, own).at(own);
+      if (score_mod_.dropout.on()) weight *= score_mod_.keep(row_score_mod_, key).at(key);
     }
     if (!ptx::any(weight != 0.0f)) return;  // NaN is not 0
 #pragma unroll 1

@@ -202,9 +202,9 @@ struct CopyIndices {
     const Sequence s = sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
       nan.fill(params.rows, {b, i, s.batch_index, s.first_row + i, true, true});
-    const KvSource own = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
+    const KvSource source = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
     for (int64_t i = 0; i < s.band.keys; ++i) {
-      const RowLocation key = {b, i, own.batch_index, own.first + i, true, true};
+      const RowLocation key = {b, i, source.batch_index, source.first + i, true, true};
       nan.fill(params.keys[0], key);
       nan.fill(params.keys[1], key);
     }

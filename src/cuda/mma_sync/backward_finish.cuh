@@ -137,9 +137,9 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
   const bool nonfinite = ptx::any(zero != 0.0f);
   if (thread % 32 == 0) {
-    const ptx::SharedAddress own = shared + static_cast<uint32_t>(thread / 32 * 8);
-    ptx::st_shared_b32(own, ptx::bits_of(dscale));
-    ptx::st_shared_b32(own + 4, nonfinite ? 1 : 0);
+    const ptx::SharedAddress slot = shared + static_cast<uint32_t>(thread / 32 * 8);
+    ptx::st_shared_b32(slot, ptx::bits_of(dscale));
+    ptx::st_shared_b32(slot + 4, nonfinite ? 1 : 0);
   }
   ptx::sync_block();
   if (thread != 0) return;

@@ -206,17 +206,16 @@ class DqProduct {
 
   // Adds dq to the sums over all key tiles, in the order of dq_index.
   TILEWISE_DEVICE static void reduce(const Sums& dq, float* tile, int warp, int lane) {
-    float* own = tile + warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(0, 0, 0, lane);
+    float* to = tile + warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(0, 0, 0, lane);
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
       for (int n = 0; n < Plan::kDqColumns / 8; ++n) {
         if constexpr (C::Arch::kVectorReduction) {
-          ptx::red_add_v4_f32(own + dq_index<C>(m, n, 0, 0), dq.x[m][n]);
+          ptx::red_add_v4_f32(to + dq_index<C>(m, n, 0, 0), dq.x[m][n]);
         } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            ptx::red_add_f32(own + dq_index<C>(m, n, e, 0), dq.x[m][n][e]);
+          for (int e = 0; e < 4; ++e) ptx::red_add_f32(to + dq_index<C>(m, n, e, 0), dq.x[m][n][e]);
         }
       }
     }

@@ -79,8 +79,8 @@ class Float8Queries {
   using Words = uint32_t[kSteps][2][4];  // the columns of a row that a lane holds
 
   TILEWISE_DEVICE ptx::SharedAddress chunk(int row, int step, int half) const {
-    const int own = ptx::lane_index() % 4 + 4 * step;
-    return q_ + Swizzle::offset(row, 2 * own + half);
+    const int pair = ptx::lane_index() % 4 + 4 * step;
+    return q_ + Swizzle::offset(row, 2 * pair + half);
   }
 
   // Prepares a row and returns its descale.

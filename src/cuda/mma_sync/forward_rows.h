@@ -62,8 +62,8 @@ class PackedRows {
       : lanes(opaque_thread<C>() % ptx::kWarpSize),
         first_(opaque_thread<C>() / ptx::kWarpSize * kRows),
         left_(q_tile.rows.count - first_ - lanes.row) {
-    const int own = opaque_thread<C>() % kRows;
-    offset_ = q_tile.offset(view, first_ + own) * C::Element::kBytes;
+    const int row = opaque_thread<C>() % kRows;
+    offset_ = q_tile.offset(view, first_ + row) * C::Element::kBytes;
   }
 
   // The first row of the warp in the tile.

@@ -21,23 +21,23 @@ TILEWISE_DEVICE void combine_warp_splits(Outputs<C>& o, RowSoftmax<C>& softmax, 
                                          ptx::SharedAddress buffer, int bytes) {
   static_assert(C::kWarpSplits == 2);
   constexpr int kVectors = C::kHeadDim / 8;
-  const ptx::SharedAddress own = buffer + static_cast<uint32_t>(ptx::lane_index() * 16);
+  const ptx::SharedAddress slot = buffer + static_cast<uint32_t>(ptx::lane_index() * 16);
   const auto vector_at = [](int i) { return static_cast<uint32_t>(i * ptx::kWarpSize * 16); };
   if (warp_split > 0) {
     const uint32_t rows[4] = {ptx::bits_of(softmax.m[0][0]), ptx::bits_of(softmax.m[0][1]),
                               ptx::bits_of(softmax.l[0][0]), ptx::bits_of(softmax.l[0][1])};
-    ptx::st_shared_v4_b32(own + vector_at(kVectors), rows);
+    ptx::st_shared_v4_b32(slot + vector_at(kVectors), rows);
 #pragma unroll
     for (int n = 0; n < kVectors; ++n) {
       uint32_t x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = ptx::bits_of(o.x[0][n][e]);
-      ptx::st_shared_v4_b32(own + vector_at(n), x);
+      ptx::st_shared_v4_b32(slot + vector_at(n), x);
     }
   }
   ptx::sync_block();
   if (warp_split > 0) return;
-  const ptx::SharedAddress other = own + static_cast<uint32_t>(bytes);
+  const ptx::SharedAddress other = slot + static_cast<uint32_t>(bytes);
   uint32_t rows[4];
   ptx::ld_shared_v4_b32(rows, other + vector_at(kVectors));
   float shrink[2];

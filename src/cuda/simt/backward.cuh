@@ -53,11 +53,11 @@ TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, i
 }
 
 // The valid rows of a CTA's padded row tile, and their head. `of` loads the sequence.
-struct OwnRows {
+struct HeadRows {
   int64_t head;
   Range rows;
 
-  TILEWISE_DEVICE static OwnRows of(const BackwardParams& params, int64_t block) {
+  TILEWISE_DEVICE static HeadRows of(const BackwardParams& params, int64_t block) {
     const Problem& p = params.problem;
     const int64_t tiles = params.rows.count(p) / params.rows.tile;
     const PaddedRows::TileStart tile = params.rows.locate(p, block % tiles);
@@ -71,7 +71,7 @@ struct OwnRows {
 template <class C, bool kOwnsKeys>
 struct Backward {
   using T = typename C::Storage;
-  using Own = OwnWeights<!kOwnsKeys>;  // stored with the contracted dimension first
+  using Weights = ThreadWeights<!kOwnsKeys>;  // stored with the contracted dimension first
 
   const BackwardParams& params;
   const Problem& p;
@@ -94,13 +94,15 @@ struct Backward {
 
   // Whether delta is computed here. row_delta of another family has another meaning, so it is not
   // used for tiles that such a family has flagged.
-  TILEWISE_DEVICE bool own_delta() const { return !kOwnsKeys || params.key_flags.data != nullptr; }
+  TILEWISE_DEVICE bool computes_delta() const {
+    return !kOwnsKeys || params.key_flags.data != nullptr;
+  }
 
   // Fills in the table of a tile of rows, with lse and delta. The caller provides the barriers
   // before and after.
   TILEWISE_DEVICE void load_rows_of(const RowTile& tile) const {
     load_row_table(p, tile, g.dout, {0, shared().sequence.band.keys});
-    if (own_delta()) {
+    if (computes_delta()) {
       for (int i = 0; i < kTile * ptx::kWarpSize / kThreads; ++i) {
         const int r = ptx::warp_index() * (kTile * ptx::kWarpSize / kThreads) + i;
         const int64_t packed = tile.packed.begin + r;
@@ -119,7 +121,7 @@ struct Backward {
         shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
     shared().lse[t] = exponent_base(p.lse[at]);
     shared().lse_low[t] = p.lse_low != nullptr ? p.lse_low[at] : 0.0f;
-    if (!own_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
+    if (!computes_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
   }
 
   TILEWISE_DEVICE static float weight_of(float score, int r) {
@@ -132,14 +134,14 @@ struct Backward {
   TILEWISE_DEVICE void weights_of(Block& score, int64_t first_key, bool derivative) const {
     const Visible visible = Visible::of(thread, first_key);
     if (general) {
-      const auto own = Own::of(thread);
-      own.store(score);
-      own.change_visible(thread, first_key, [derivative](float raw, int r, int64_t key) {
+      const auto weights = Weights::of(thread);
+      weights.store(score);
+      weights.change_visible(thread, first_key, [derivative](float raw, int r, int64_t key) {
         const Score::Capped<float> at = shared().score_mod.at(raw, shared().row_score_mod[r], key);
         const float weight = weight_of(at.value, r);
         return derivative ? weight * at.derivative : weight;
       });
-      own.load(score);
+      weights.load(score);
     }
     const float scale = shared().score_mod.score.scale;
 #pragma unroll
@@ -166,9 +168,9 @@ struct Backward {
     Block weight;
     row_products(weight, shared().stage, q(), k());
     weights_of(weight, first_key, false);
-    const Own own = Own::of(thread);
-    own.store(weight);
-    if (shared().score_mod.dropout.on()) own.apply_dropout(thread, first_key);
+    const Weights weights = Weights::of(thread);
+    weights.store(weight);
+    if (shared().score_mod.dropout.on()) weights.apply_dropout(thread, first_key);
   }
 
   // Stores dS in Shared::weights.
@@ -176,18 +178,18 @@ struct Backward {
     Block weight;
     row_products(weight, shared().stage, q(), k());
     weights_of(weight, first_key, true);
-    const Own own = Own::of(thread);
-    own.store(weight);  // frees its registers while dP is computed
+    const Weights weights = Weights::of(thread);
+    weights.store(weight);  // frees its registers while dP is computed
     Block dp;
     row_products(dp, shared().stage, dout(), v());
     if (shared().score_mod.dropout.on()) {
       ptx::sync_block();  // the operands of the product have been read
-      const Own scratch = Own::of(thread, shared().stage);
+      const Weights scratch = Weights::of(thread, shared().stage);
       scratch.store(dp);
       scratch.apply_dropout(thread, first_key);
       scratch.load(dp);
     }
-    own.load(weight);
+    weights.load(weight);
     const Visible visible = Visible::of(thread, first_key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -196,7 +198,7 @@ struct Backward {
       for (int j = 0; j < 4; ++j)
         weight[i][j] = visible.sees(i, j) ? weight[i][j] * (dp[i][j] - delta) : 0.0f;
     }
-    own.store(weight);
+    weights.store(weight);
   }
 
   TILEWISE_DEVICE void add(const Rows<T>& b, bool masked) {
@@ -249,14 +251,14 @@ struct Backward {
     const Range& keys = shared().own_keys;
     const Sequence& s = shared().sequence;
     const bool dense = p.block_table != nullptr || p.kv_batch_idx != nullptr;
-    const KvSource own = dense ? s.kv.dense(s.batch) : s.kv;
+    const KvSource source = dense ? s.kv.dense(s.batch) : s.kv;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t key = keys.begin + thread.y * 4 + i;
       if (key >= keys.end) continue;
-      write(
-          static_cast<T*>(view.data) + own.offset(view, key) + shared().own_head * view.stride_head,
-          i, columns, factor);
+      T* const to = static_cast<T*>(view.data) + source.offset(view, key) +
+                    shared().own_head * view.stride_head;
+      write(to, i, columns, factor);
     }
   }
 
@@ -338,11 +340,11 @@ template <class C>
 TILEWISE_KERNEL(kThreads, 1)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
   ptx::griddepcontrol_wait();
-  const OwnRows own = OwnRows::of(params, ptx::block_index());
-  for (int64_t row = own.rows.begin + ptx::warp_index(); row < own.rows.end;
+  const HeadRows head_rows = HeadRows::of(params, ptx::block_index());
+  for (int64_t row = head_rows.rows.begin + ptx::warp_index(); row < head_rows.rows.end;
        row += kThreads / ptx::kWarpSize) {
-    const float delta = row_delta<typename C::Storage>(params, row, own.head);
-    if (ptx::lane_index() == 0) params.row_delta[delta_index(params, row, own.head)] = delta;
+    const float delta = row_delta<typename C::Storage>(params, row, head_rows.head);
+    if (ptx::lane_index() == 0) params.row_delta[delta_index(params, row, head_rows.head)] = delta;
   }
 }
 
@@ -372,11 +374,11 @@ void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
 
 template <class C>
 TILEWISE_DEVICE void backward_row_tile(const BackwardParams& params, int32_t tile) {
-  const OwnRows own = OwnRows::of(params, tile);
+  const HeadRows head_rows = HeadRows::of(params, tile);
   Backward<C, false> backward(params);
   float dscale = 0.0f;
-  for (int64_t row = own.rows.begin; row < own.rows.end; row += kTile)
-    dscale += backward.run_rows(own.head, {row, min(row + kTile, own.rows.end)});
+  for (int64_t row = head_rows.rows.begin; row < head_rows.rows.end; row += kTile)
+    dscale += backward.run_rows(head_rows.head, {row, min(row + kTile, head_rows.rows.end)});
   if (params.dscale_partials != nullptr) backward.write_dscale(tile, dscale);
 }
 

@@ -60,12 +60,12 @@ struct Forward {
     }
     if (!masked) return;
     if (general) {
-      const auto own = OwnWeights<true>::of(thread);
-      own.store(score);
-      own.change_visible(thread, first_key, [](float raw, int r, int64_t key) {
+      const auto weights = ThreadWeights<true>::of(thread);
+      weights.store(score);
+      weights.change_visible(thread, first_key, [](float raw, int r, int64_t key) {
         return shared().score_mod.at(raw, shared().row_score_mod[r], key).value;
       });
-      own.load(score);
+      weights.load(score);
     }
     const Visible visible = Visible::of(thread, first_key);
 #pragma unroll
@@ -122,9 +122,9 @@ struct Forward {
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
     finish_scores(weight, first_key, now.masked);
     softmax(weight);
-    const auto own = OwnWeights<true>::of(thread);
-    own.store(weight);
-    if (memory.score_mod.dropout.on()) own.apply_dropout(thread, first_key);
+    const auto weights = ThreadWeights<true>::of(thread);
+    weights.store(weight);
+    if (memory.score_mod.dropout.on()) weights.apply_dropout(thread, first_key);
     const Rows<K> v{static_cast<const K*>(p.v.data), memory.v, static_cast<int>(p.head_dim_v)};
     add_weighted(o, memory.weights, memory.stage, v, now.masked);
   }

@@ -15,8 +15,8 @@ inline constexpr int32_t kNoTile = -1;
 TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
   const int64_t grid = ptx::grid_blocks();
   for (; from < flags.tiles; from += grid * kThreads) {
-    const int64_t own = from + ptx::thread_index() * grid;
-    const bool flagged = own < flags.tiles && flags.any(own);
+    const int64_t tile_of_thread = from + ptx::thread_index() * grid;
+    const bool flagged = tile_of_thread < flags.tiles && flags.any(tile_of_thread);
     uint32_t first = kThreads;
     if (ptx::any(flagged)) {
       first = flagged ? ptx::thread_index() : kThreads;
@@ -42,8 +42,8 @@ TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
 // the only tile is the CTA's index. next_tile reads the current tile from shared memory, so that no
 // register holds it meanwhile.
 TILEWISE_DEVICE int32_t first_tile(const Flags& flags) {
-  const int64_t own = ptx::block_index();
-  return flags.data == nullptr ? static_cast<int32_t>(own) : next_flagged(flags, own);
+  const int64_t block = ptx::block_index();
+  return flags.data == nullptr ? static_cast<int32_t>(block) : next_flagged(flags, block);
 }
 TILEWISE_DEVICE int32_t next_tile(const Flags& flags) {
   return flags.data == nullptr ? kNoTile

@@ -126,13 +126,13 @@ struct Visible {
 
   TILEWISE_DEVICE static Visible of(const ThreadPosition& thread, int64_t first_key) {
     const Shared& from = shared();
-    const int64_t own = first_key + thread.x * 4;
+    const int64_t block_key = first_key + thread.x * 4;
     Visible v;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = thread.y * 4 + i;
-      v.begin[i] = static_cast<int32_t>(clamp(from.first_key[r] - own, 0, 4));
-      v.end[i] = static_cast<int32_t>(clamp(from.end_key[r] - own, 0, 4));
+      v.begin[i] = static_cast<int32_t>(clamp(from.first_key[r] - block_key, 0, 4));
+      v.end[i] = static_cast<int32_t>(clamp(from.end_key[r] - block_key, 0, 4));
     }
     return v;
   }
@@ -142,13 +142,13 @@ struct Visible {
 // A thread's own 4x4 block of the weights in shared memory, stored as [key][row] (kKeysFirst) or as
 // [row][key].
 template <bool kKeysFirst>
-struct OwnWeights {
+struct ThreadWeights {
   float* data;
 
-  TILEWISE_DEVICE static OwnWeights of(const ThreadPosition& thread) {
+  TILEWISE_DEVICE static ThreadWeights of(const ThreadPosition& thread) {
     return of(thread, shared().weights);
   }
-  TILEWISE_DEVICE static OwnWeights of(const ThreadPosition& thread, float* tile) {
+  TILEWISE_DEVICE static ThreadWeights of(const ThreadPosition& thread, float* tile) {
     const int row = thread.y * 4;
     const int key = thread.x * 4;
     return {tile + (kKeysFirst ? key * kRowStride + row : row * kRowStride + key)};

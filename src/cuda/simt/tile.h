@@ -124,10 +124,11 @@ TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, cons
 }
 
 // sums[g] += W^T B for columns [kTile g, kTile g + kTile) of B. W[kTile][kTile] lies in shared
-// memory; the threads of the CTA may have stored it just before, without a barrier.
+// memory; the threads of the CTA may have stored it just before, without a barrier. `skip_zeros` is
+// the kSkipZeros of add_product.
 template <int kGroups, class T>
 TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, float* stage,
-                                  const Rows<T>& b, bool masked) {
+                                  const Rows<T>& b, bool skip_zeros) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     if (g * kTile >= b.columns) break;
@@ -136,7 +137,7 @@ TILEWISE_DEVICE void add_weighted(Block (&sums)[kGroups], const float* weights, 
     ptx::sync_block();
 #pragma unroll 1
     for (int k = 0; k < kTile; k += kChain) {
-      if (masked)
+      if (skip_zeros)
         add_product<true>(sums[g], weights + k * kRowStride, stage + k * kRowStride);
       else
         add_product<false>(sums[g], weights + k * kRowStride, stage + k * kRowStride);
