@@ -81,11 +81,11 @@ struct Code {
 // Whether a GPU runs the code. SASS runs on GPUs of its own major version and the same or a higher
 // minor version, PTX on any GPU of its own version or a higher one.
 constexpr bool runs_on(const Code& code, int32_t sm) {
-  for (int32_t each : code.sass) {
-    if (each / 10 == sm / 10 && each <= sm) return true;
+  for (int32_t target : code.sass) {
+    if (target / 10 == sm / 10 && target <= sm) return true;
   }
-  for (int32_t each : code.ptx) {
-    if (each <= sm) return true;
+  for (int32_t target : code.ptx) {
+    if (target <= sm) return true;
   }
   return false;
 }
@@ -97,8 +97,8 @@ struct Registry {
 
   // Whether a GPU of this compute capability can run the kernels of a tile table (0: simt).
   bool runs(int32_t architecture, int32_t sm) const {
-    for (const Code& each : code) {
-      if (each.architecture == architecture) return emulated || runs_on(each, sm);
+    for (const Code& entry : code) {
+      if (entry.architecture == architecture) return emulated || runs_on(entry, sm);
     }
     return false;
   }

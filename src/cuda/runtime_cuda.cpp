@@ -120,8 +120,8 @@ int current_device() {
 
 uintptr_t key_of(const void* function, int device, KernelFact what) {
   // The key is unique, because addresses have 48 bits and devices are few.
-  const uintptr_t above = static_cast<uintptr_t>(what) << 8 | static_cast<uintptr_t>(device + 1);
-  return reinterpret_cast<uintptr_t>(function) ^ above << 48;
+  const uintptr_t tag = static_cast<uintptr_t>(what) << 8 | static_cast<uintptr_t>(device + 1);
+  return reinterpret_cast<uintptr_t>(function) ^ tag << 48;
 }
 
 // Whether the table has the key. If `add`, inserts it, unless the table is full.

@@ -24,13 +24,13 @@ struct AppendCall {
 
   explicit AppendCall(uint32_t seed) : random{std::mt19937(seed)} {
     aligned = random.coin();
-    sizes();
-    sequences();
-    tensors();
-    rotary();
+    draw_sizes();
+    draw_sequences();
+    draw_tensors();
+    draw_rotary();
   }
 
-  void sizes() {
+  void draw_sizes() {
     a.struct_size = sizeof(a);
     a.dtype = cuda_test::Type<T>::kDtype;
     a.batch = random.between(0, 4);
@@ -45,7 +45,7 @@ struct AppendCall {
   }
 
   // Distinct rows or pages for every sequence; lengths leave room for the new keys.
-  void sequences() {
+  void draw_sequences() {
     const bool paged = random.coin(), indexed = !paged && random.coin();
     const bool varlen_q = random.coin(), varlen_new = random.coin();
     if (paged) {
@@ -102,7 +102,7 @@ struct AppendCall {
     return {data.data(), rows * row, row, head};
   }
 
-  void tensors() {
+  void draw_tensors() {
     const int64_t q_batches = a.cu_seqlens_q != nullptr ? 1 : a.batch;
     const int64_t new_batches = a.cu_seqlens_new != nullptr ? 1 : a.batch;
     const bool paged = a.block_table != nullptr;
@@ -121,7 +121,7 @@ struct AppendCall {
     a.v_cache = view(v_cache, blocks, block_rows, a.heads_kv, a.head_dim_v);
   }
 
-  void rotary() {
+  void draw_rotary() {
     a.rotary_interleaved = random.coin() ? 1 : 0;
     a.q_single_position = random.coin() ? 1 : 0;
     if (random.rarely()) return;

@@ -38,11 +38,11 @@ void expect_exact() {
         const uint32_t others = (other * 0x01010101u) & ~(0xffu << 8 * byte);
         const uint32_t word = others | code << 8 * byte;
         const Pairs adjacent = Pairs::adjacent(word);
-        const uint32_t pair = byte < 2 ? adjacent.first : adjacent.second;
-        expect(byte % 2 == 0 ? low_half(pair) : high_half(pair), code);
+        const uint32_t adjacent_pair = byte < 2 ? adjacent.first : adjacent.second;
+        expect(byte % 2 == 0 ? low_half(adjacent_pair) : high_half(adjacent_pair), code);
         const Pairs alternate = Pairs::alternate(word);
-        const uint32_t each = byte % 2 == 0 ? alternate.first : alternate.second;
-        expect(byte < 2 ? low_half(each) : high_half(each), code);
+        const uint32_t alternate_pair = byte % 2 == 0 ? alternate.first : alternate.second;
+        expect(byte < 2 ? low_half(alternate_pair) : high_half(alternate_pair), code);
       }
     }
   }

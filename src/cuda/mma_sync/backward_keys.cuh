@@ -99,7 +99,7 @@ TILEWISE_DEVICE void store_keys(const tilewise_tensor& view, ptx::SharedAddress 
       if (!C::kGeneral || aligned) {
         if (at < columns) ptx::st_global_v4_b32(row + at, x);
       } else {
-        tile::store_elements<typename C::Element>(row + at, x, static_cast<int>(columns - at));
+        tile::store_elements<typename C::Element>(row + at, x, columns - at);
       }
     }
   }

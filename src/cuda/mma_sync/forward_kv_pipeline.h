@@ -10,6 +10,7 @@
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/row_alignment.h"
+#include "cuda/ptx/warp.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/tile/copy.h"
 
@@ -148,12 +149,6 @@ class KvTileCopy {
     return row < kKeys && is_there(tile, key) ? kv_.offset(view_, key) : 0;
   }
 
-  TILEWISE_DEVICE static int64_t shuffle(int64_t x, int lane) {
-    const auto low = ptx::shuffle(static_cast<uint32_t>(x), lane);
-    const auto high = ptx::shuffle(static_cast<uint32_t>(x >> 32), lane);
-    return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
-  }
-
   TILEWISE_DEVICE void copy_checked(ptx::SharedAddress stage, int32_t tile, int begin,
                                     int end) const {
     int64_t found = 0;
@@ -162,9 +157,10 @@ class KvTileCopy {
       const int32_t key = tile * kKeys + lanes_.row_of(pass);
       int64_t offset = 0;
       if constexpr (kWarpRows > 0) {
-        const int since = (pass - begin) % kPassesLookedUp;
-        if (since == 0) found = look_up(tile, pass);
-        offset = shuffle(found, since * kWarpRows + ptx::lane_index() / Lanes::kStride);
+        const int passes_since_look_up = (pass - begin) % kPassesLookedUp;
+        if (passes_since_look_up == 0) found = look_up(tile, pass);
+        offset = ptx::shuffle(
+            found, passes_since_look_up * kWarpRows + ptx::lane_index() / Lanes::kStride);
       } else if (is_there(tile, key)) {
         offset = kv_.offset(view_, key);
       }

@@ -1,6 +1,8 @@
 // Copies of rows from global memory into a swizzled shared-memory tile, by all threads of a CTA.
 #pragma once
 
+#include <concepts>
+
 #include "base/math.h"
 #include "cuda/element.h"
 #include "cuda/ptx/convert.h"
@@ -43,7 +45,7 @@ TILEWISE_DEVICE void copy_elements(ptx::SharedAddress to, const typename Element
 
 // Stores the first `count` of the elements in `x`, 16 bytes of registers, at any alignment.
 template <class Element>
-TILEWISE_DEVICE void store_elements(void* to, const uint32_t (&x)[4], int count) {
+TILEWISE_DEVICE void store_elements(void* to, const uint32_t (&x)[4], std::integral auto count) {
   constexpr int kPerWord = 4 / Element::kBytes;
 #pragma unroll
   for (int i = 0; i < 4 * kPerWord; ++i) {
