@@ -84,7 +84,7 @@ def peers() -> list[str]:
 
 
 def matches(name: str, filters: Sequence[str]) -> bool:
-    """Whether all words of some filter occur in `name`; no filter matches everything."""
+    """Whether all words of some filter occur in `name`. Without filters every name matches."""
     words = name.split()
     return not filters or any(
         all(any(fnmatch.fnmatchcase(w, wanted) for w in words) for wanted in text.split())
@@ -184,9 +184,7 @@ LAUNCHES = 40  # per graph
 
 
 def graph_latency(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """B1 H16 S512 D128 in a CUDA graph, operands in L2: the part of a launch that the device
-    takes.
-    """
+    """Times of B1 H16 S512 D128 in a CUDA graph, operands in L2: the device's part of a launch."""
     rows = []
     length = 512 if clock.cuda else 32
     for direction, causal in itertools.product(("fwd", "bwd"), (False, True)):

@@ -81,11 +81,11 @@ class Clock:
             timings[name].power += [reading] if reading is not None else []
         return timings
 
-    def _in_a_row(self, call: Callable[[], Any], seconds: float, of_mark: int = 8) -> float:
+    def _in_a_row(self, call: Callable[[], Any], seconds: float, calls_per_mark: int = 8) -> float:
         marks = [self._mark()]
         begin = time.perf_counter()
         while time.perf_counter() - begin < seconds or len(marks) < 4:
-            for _ in range(of_mark):
+            for _ in range(calls_per_mark):
                 call()
             marks.append(self._mark())
             if self.cuda:  # keeps the CPU only a little ahead
@@ -93,7 +93,7 @@ class Clock:
         if self.cuda:
             torch.cuda.synchronize()
         first = len(marks) // 3
-        return self._between(marks[first], marks[-1]) / (of_mark * (len(marks) - 1 - first))
+        return self._between(marks[first], marks[-1]) / (calls_per_mark * (len(marks) - 1 - first))
 
     def _once(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         if self.cuda:

@@ -23,3 +23,17 @@ html_theme = "furo"
 html_title = "Tilewise"
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+highlight_language = "none"  # blocks without a language are drawings and shell lines
+
+
+def _skip(_app, _what, name, member, skip, _options):
+    """Leaves out fields of named tuples, which have no text of their own, and torch's methods."""
+    is_field = (getattr(member, "__doc__", None) or "").startswith("Alias for field number")
+    return True if is_field or name == "extra_repr" else skip
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-skip-member", _skip)

@@ -34,13 +34,13 @@ int main() try {
   using tilewise::view;
   auto q = random_tensor(kHeads, 1), k = random_tensor(kKvHeads, 2), v = random_tensor(kKvHeads, 3);
   std::vector<float> out(q.size()), lse(static_cast<size_t>(kBatch * kHeads * kRows));
-  const auto wide = [](auto& data) { return view(data, {kBatch, kRows, kHeads, kColumns}); };
-  const auto narrow = [](auto& data) { return view(data, {kBatch, kRows, kKvHeads, kColumns}); };
+  const auto q_view = [](auto& data) { return view(data, {kBatch, kRows, kHeads, kColumns}); };
+  const auto kv_view = [](auto& data) { return view(data, {kBatch, kRows, kKvHeads, kColumns}); };
 
   // The forward. Later calls can use the same workspace.
   tilewise::Workspace workspace;
   const auto problem =
-      tilewise::describe(wide(q), narrow(k), narrow(v), wide(out), {.causal = true}, lse);
+      tilewise::describe(q_view(q), kv_view(k), kv_view(v), q_view(out), {.causal = true}, lse);
   const tilewise_plan_info plan = tilewise::plan(problem);
   std::printf("%s with tiles of %d rows x %d keys: %s\n", plan.kernel, plan.tile_q, plan.tile_k,
               plan.why);
@@ -51,7 +51,7 @@ int main() try {
   const auto weight = random_tensor(kHeads, 4);
   std::vector<float> dq(q.size()), dk(k.size()), dv(v.size());
   const auto gradients = tilewise::describe(
-      problem, {.dout = wide(weight), .dq = wide(dq), .dk = narrow(dk), .dv = narrow(dv)});
+      problem, {.dout = q_view(weight), .dq = q_view(dq), .dk = kv_view(dk), .dv = kv_view(dv)});
   tilewise::backward(problem, gradients, workspace);
 
   // The same derivative along one direction, from differences of the loss.
@@ -59,7 +59,8 @@ int main() try {
   const auto loss_at = [&](float step) {
     std::vector<float> moved(k);
     for (size_t i = 0; i < k.size(); ++i) moved[i] += step * direction[i];
-    tilewise::attention(wide(q), narrow(moved), narrow(v), wide(out), {.causal = true}, workspace);
+    tilewise::attention(q_view(q), kv_view(moved), kv_view(v), q_view(out), {.causal = true},
+                        workspace);
     return dot(out, weight);
   };
   constexpr float kStep = 1e-2f;
@@ -71,7 +72,7 @@ int main() try {
 
   // Errors are exceptions. Here the view of v has more heads than its memory.
   try {
-    tilewise::attention(wide(q), narrow(k), wide(v), wide(out));
+    tilewise::attention(q_view(q), kv_view(k), q_view(v), q_view(out));
     return 1;
   } catch (const tilewise::Error& error) {
     std::printf("a view that exceeds its memory: %s\n", error.what());

@@ -26,7 +26,7 @@ using OptionalTensor = std::optional<Tensor>;
 // std::invalid_argument reaches Python as ValueError, std::runtime_error as RuntimeError.
 [[noreturn]] void invalid(const std::string& sentence);
 
-// For its lifetime floating-point conversions round to nearest, whatever the caller has set:
+// While it exists, floating-point conversions round to nearest, whatever the caller has set:
 // numbers arrive as double and become float.
 class RoundToNearest {
  public:

@@ -196,12 +196,17 @@ void check_same(const char* what, const Left& left, const Right& right) {
             ": they must be equal");
 }
 
+inline void check_rank(const char* name, int rank, bool packed) {
+  if (rank != (packed ? 3 : 4))
+    invalid(std::string("the rank of ") + name + " is " + std::to_string(rank) +
+            (packed ? ": it must be 3 with cu_seqlens_" : ": it must be 4 without cu_seqlens_") +
+            name);
+}
+
 inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                          const ConstTensor& out, const Options& o) {
-  const int rank_q = o.cu_seqlens_q.empty() ? 4 : 3;
-  const int rank_k = o.cu_seqlens_k.empty() ? 4 : 3;
-  check_same("the rank of q and its rank with cu_seqlens_q (3) or without (4)", q.rank, rank_q);
-  check_same("the rank of k and its rank with cu_seqlens_k (3) or without (4)", k.rank, rank_k);
+  check_rank("q", q.rank, !o.cu_seqlens_q.empty());
+  check_rank("k", k.rank, !o.cu_seqlens_k.empty());
   check_same("the ranks of k and v", k.rank, v.rank);
   check_same("the ranks of q and out", q.rank, out.rank);
   for (const ConstTensor* each : {&k, &v, &out})

@@ -72,8 +72,8 @@ def explain(
     explained function, with the same shapes, dtypes, checks and errors.
 
     Returns:
-        An Explanation: kernel, tiles, splits, threads, workspace and reason of both passes. When
-        printed, it takes three lines.
+        Explanation: the kernel, tiles, splits, threads, workspace and reason of both passes. It
+        prints as three lines.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

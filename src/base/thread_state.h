@@ -15,7 +15,7 @@ using FloatState = uint32_t;
 using FloatState = std::fenv_t;
 #endif
 
-// For its lifetime this thread rounds to nearest, keeps subnormal numbers and masks every
+// While it exists, this thread rounds to nearest, keeps subnormal numbers and masks every
 // exception, so results depend neither on the caller's settings nor on the thread that runs a task.
 // The destructor restores the previous state, exception flags included. The constructor and
 // destructor are not inline, so that the compiler cannot move loads, and the arithmetic on them,

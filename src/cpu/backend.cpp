@@ -237,14 +237,14 @@ struct ForwardLaunch {
     zero_unused_outputs(p);
     if (layout.packed != nullptr) pack_keys();
     const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
-    const int64_t some = items(plan.heads);
+    const int64_t items_per_split = items(plan.heads);
     const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.max_keys + 1,
                                          (p.head_dim + p.head_dim_v) * p.heads_kv);
     // Splits are the outer loop, so the same keys of all heads are read one after the other: they
     // lie side by side in memory, in the same pages.
-    run_items(parallel, some * plan.splits, work, [&](int64_t worker, int64_t i) {
-      const int64_t split = i / some;
-      for_tile(i % some, plan.heads, [&](int64_t b, int64_t kv_head, int64_t tile) {
+    run_items(parallel, items_per_split * plan.splits, work, [&](int64_t worker, int64_t i) {
+      const int64_t split = i / items_per_split;
+      for_tile(i % items_per_split, plan.heads, [&](int64_t b, int64_t kv_head, int64_t tile) {
         if (split < splits_of(sequence_of(p, b)))
           kernel(task_of(b, kv_head, tile, split), scratch(worker));
       });

@@ -137,8 +137,9 @@ constexpr int max_decode_rows(Isa isa, int32_t dtype) {
   return min(8, shape_of(isa, TILEWISE_FLOAT32).lanes);
 }
 
-// Rows of a work item over all its heads: eight heads of sixteen rows. Reading half of a row of
-// memory now and the other half later gives 9 instead of 11 GB/s (bf16, D = 128).
+// Largest number of rows of a work item over all its heads, such as eight heads of sixteen rows.
+// Heads that lie side by side in memory are read together, because reading half of them now and the
+// other half later gives 9 instead of 11 GB/s (bf16, D = 128).
 inline constexpr int kDecodeRows = 128;
 
 TILEWISE_FN bool heads_side_by_side(const Problem& p) {

@@ -51,7 +51,7 @@ std::string code_text(const cuda::Registry& registry);
 // Both compiled and runnable.
 bool usable(const Device& device, cpu::Isa isa);
 
-// Usable, and not known to be slower than the previous one.
+// Usable, and not known to be slower than the instruction set before it.
 bool worth_using(const Device& device, cpu::Isa isa);
 
 // The forced instruction set, or the best one worth using.

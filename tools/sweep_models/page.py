@@ -96,11 +96,13 @@ def page(results: Results, targets: Mapping[str, discover.Target]) -> str:
 def _sources(results: Mapping[str, Result]) -> str:
     """The number of results per version of the integration's files."""
     counts = collections.Counter(result.get("sources", "unknown") for result in results.values())
-    listed = ", ".join(f"{count} are of `{name}`" for name, count in counts.most_common())
+    listed = ", ".join(f"`{name}` ({count} results)" for name, count in counts.most_common())
     return (
-        _wrapped(f"Results by the sources of the integration that they were made with: {listed}.")
-        + "\n`make sweep-models SWEEP_FLAGS=--stale` repeats those of other sources than the "
-        "present ones."
+        _wrapped(
+            f"Versions of the integration's sources with which the results were made: {listed}."
+        )
+        + "\n`make sweep-models SWEEP_FLAGS=--stale` repeats those of versions other than "
+        "the present one."
     )
 
 

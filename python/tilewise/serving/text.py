@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what tokenizers return for bytes that are not (yet) a character
-_MAX_TOKENS_PER_CHARACTER = 8  # so many tokens without a character are invalid bytes
+_MAX_TOKENS_PER_CHARACTER = 8  # after this many tokens without a character, the bytes are invalid
 
 
 class TextStream:
