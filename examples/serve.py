@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--host",
         default="127.0.0.1",
-        help="IPv4 or IPv6 address to listen on; 0.0.0.0 or :: is any of this machine",
+        help="IPv4 or IPv6 address to listen on; 0.0.0.0 or :: is every address of this machine",
     )
     add("--port", type=int, default=8000, help="0: any free port")
     add("--device", default=models.default_device(), help="cpu, cuda, cuda:1, ...")

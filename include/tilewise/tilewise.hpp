@@ -133,7 +133,8 @@ void check_inside(const BasicTensor<Pointer>& view, std::size_t count) {
   }
   if (lowest < 0 || static_cast<std::size_t>(highest) >= count)
     invalid("sizes and strides reach from element " + std::to_string(lowest) + " to " +
-            std::to_string(highest) + ": 0 to " + std::to_string(count) + " - 1 is allowed");
+            std::to_string(highest) + ", but the memory has " + std::to_string(count) +
+            " elements");
 }
 
 }  // namespace detail

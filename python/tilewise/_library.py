@@ -49,7 +49,7 @@ _REASONS = (
     (r"undefined symbol: tilewise_", "it and libtilewise beside it come from different versions of "
      "tilewise: reinstall tilewise"),
     (r"undefined symbol: \w*(torch|aoti|c10)|libtorch|libc10",
-     "this PyTorch is not one that it can run with: tilewise needs PyTorch 2.10 or newer"),
+     "it does not fit this PyTorch: tilewise needs PyTorch 2.10 or newer"),
 )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ struct ForwardScratch {
   Extent qk;       // of head_dim
   Extent dv;       // of head_dim_v
   int64_t panels;  // per full work item
+  // Units of one part of a packed operand; the next part follows it (Shape::parts).
   int64_t q_plane, k_plane, v_plane, weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;

@@ -96,10 +96,10 @@ class Call:
     def _tensors(self) -> None:
         a, s = self.a, self.shape
         rows = s.rows[0] if self.batch else 0
-        self.rows_k, slots = s.keys[0], self.total_k
+        self.rows_k, total_rows = s.keys[0], self.total_k
         if s.page_size:
             pages = self.batch * self.width + 2
-            self.rows_k, slots = s.page_size, pages * s.page_size
+            self.rows_k, total_rows = s.page_size, pages * s.page_size
             table = self.rng.permutation(pages)[: self.batch * self.width]
             a.block_table = self.memory.upload(table.astype(np.int32))
             a.block_table_stride = a.block_table_width = self.width
@@ -109,7 +109,7 @@ class Call:
         a.kv_float8 = s.float8
         draw = self._float8 if s.float8 else self._random
         for name, dim in (("k", s.head_dim), ("v", self.dim_v)):
-            data = draw(slots, s.heads_kv, dim, nan_row)
+            data = draw(total_rows, s.heads_kv, dim, nan_row)
             setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
             if s.float8:
                 self._factors(f"{name}_descale")
@@ -225,7 +225,7 @@ def run(call: Call) -> list[str]:
 
 
 def take(mark: Path) -> bool:
-    """Whether no other process has taken it before."""
+    """Creates the mark. False if another process has created it before."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -126,7 +126,7 @@ TILEWISE_FN void store_lanes(T* const* out, int64_t lanes, const float* columns,
   }
 }
 
-// Addresses of keys [keys.begin, keys.end) of one head; null up to `capacity`.
+// Addresses of keys [keys.begin, keys.end) of one head, then nulls up to `capacity`.
 template <class T>
 TILEWISE_FN void key_rows(const T** rows, Range keys, int64_t capacity, const KvSource& source,
                           const tilewise_tensor& view, int64_t head) {
@@ -162,7 +162,8 @@ TILEWISE_FN void wide_key_rows(const T** rows, const WideScratch& wide, Range ke
   for (int64_t r = keys.size(); r < capacity; ++r) rows[r] = nullptr;
 }
 
-// Addresses of keys or values in the dtype of q, whatever their storage; null up to `capacity`.
+// Addresses of keys or values in the dtype of q, whatever their storage, then nulls up to
+// `capacity`.
 template <class T>
 TILEWISE_FN void keys_of(const T** rows, const WideScratch& wide, Range keys, int64_t capacity,
                          const Problem& p, const Sequence& s, const tilewise_tensor& view,
