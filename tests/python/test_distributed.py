@@ -106,10 +106,17 @@ def ends(lengths: tuple[int, ...]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
+_meshes: dict[str, object] = {}
+
+
 def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray]:
-    """This rank's results in float64, by the oracle's names."""
+    """This rank's results in float64, by the oracle's names; method "mesh" is a 2 x 2 mesh."""
     b = Built(case)
     qkv, options = arguments(b, layout, group)
+    if method == "mesh":
+        if "mesh" not in _meshes:
+            _meshes["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
+        options["mesh"], method = _meshes["mesh"], "auto"
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
     where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
     if case.varlen_q:
@@ -160,7 +167,7 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
 
 
 def possible(c: Case, method: str) -> bool:
-    return method != "allgather" or not c.alibi or c.window[1] == 0
+    return method == "ulysses" or not c.alibi or c.window[1] == 0
 
 
 def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
@@ -186,6 +193,13 @@ def test_results_and_gradients(pool, world):
         case = case_of(name)
         methods = [method for method in METHODS if possible(case, method)]
         check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
+
+
+def test_a_mesh_of_two_dimensions(pool):
+    for name in CASES:
+        case = case_of(name)
+        if possible(case, "mesh"):
+            check_ranks(pool, case, [(4, "mesh", layout) for layout in LAYOUTS])
 
 
 PACKED = {

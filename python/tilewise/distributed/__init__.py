@@ -12,7 +12,17 @@ from tilewise._requirements import require
 require("tilewise.distributed", "torch")
 
 from .api import attention, attention_varlen, explain
+from .cache import attention_with_kvcache
 from .choice import Choice
 from .layout import positions, shard, unshard
 
-__all__ = ["Choice", "attention", "attention_varlen", "explain", "positions", "shard", "unshard"]
+__all__ = [
+    "Choice",
+    "attention",
+    "attention_varlen",
+    "attention_with_kvcache",
+    "explain",
+    "positions",
+    "shard",
+    "unshard",
+]

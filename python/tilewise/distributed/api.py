@@ -13,6 +13,7 @@ from .._request import Request
 from . import choice
 from .attend import attend
 from .choice import Choice
+from .grid import grid_of
 from .layout import check_layout, starts_of
 from .problem import check_method, prepare, prepare_varlen
 from .ranks import ranks_of
@@ -39,7 +40,9 @@ def attention(
         k: Keys; the whole sequence may have another number of keys than of rows.
         v: Values.
         group: A process group; None is the default group.
-        mesh: A DeviceMesh of one dimension, instead of group.
+        mesh: A DeviceMesh of one dimension, instead of group; or of two, with the ranks of the
+            group in row-major order: then the ranks of a row exchange heads ("ulysses"), and the
+            rows of the mesh gather keys ("allgather").
         method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
             takes the one with the lower predicted time (see ``explain``).
         layout: How the sequence is cut: "zigzag" or "contiguous".
@@ -74,7 +77,8 @@ def attention(
         options = request._asdict()
         del options["check"]  # an option of attention_varlen
         return api.attention(q, k, v, **options, layout=tensor_layout)
-    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
+    grid = grid_of(mesh, ranks)
+    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
     out, lse = attend(p, choice.choose(p, method).method)
     if _check.heads_first(tensor_layout):
         out = out.transpose(1, 2)
@@ -133,6 +137,7 @@ def attention_varlen(
             for name, x in zip("qk", cu_seqlens, strict=True)
         ]
         return api.attention_varlen(q, k, v, *starts, **request._asdict())
+    _one_dimension(mesh)
     p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
     out, lse = attend(p, choice.choose(p, method).method)
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
@@ -172,7 +177,16 @@ def explain(
     request = Request(**options)
     if cu_seqlens_q is not None:
         cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        _one_dimension(mesh)
         p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
         return choice.choose(p, method)
-    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated)
+    grid = grid_of(mesh, ranks)
+    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
     return choice.choose(p, method)
+
+
+def _one_dimension(mesh: Any) -> None:
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions, but must have 1 for packed sequences over ranks"
+        )

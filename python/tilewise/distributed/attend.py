@@ -7,6 +7,9 @@ from torch import Tensor
 from .. import _torch
 from .allgather import AllGather
 from .core import Attend, Method
+from .dense import DenseCut
+from .exchange import Messages
+from .grid import Grid, inside_host, rows_of_hosts
 from .keys import key_plan
 from .packed import PackedCut, Reordered
 from .problem import Problem
@@ -19,7 +22,10 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     options = _torch.score_options(p.q, p.sequences, p.request)
     bias, method = p.bias, _method(p, name)
     if bias is not None:
-        if name == "ulysses":
+        if p.grid is not None:
+            runs = inside_host(p.cut.row_runs, p.grid)
+            bias = own_bias(bias, p.bias_has_rows, p.heads[0], p.grid.inside, runs)
+        elif name == "ulysses":
             bias = own_bias(bias, p.bias_has_rows, p.heads[0], p.ranks, p.cut.row_runs)
         bias = _torch._full_keys(bias, p.size_k)
     q, k, v = p.q, p.k, p.v
@@ -42,6 +48,8 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 
 def _method(p: Problem, name: str) -> Method:
     device, rank = p.q.device, p.ranks.rank
+    if p.grid is not None:
+        return _both(p, p.grid)
     transport = transport_of(p.ranks, device)
     if name == "allgather":
         keys, calls = p.cut.calls()
@@ -50,3 +58,18 @@ def _method(p: Problem, name: str) -> Method:
     whole = p.cut.whole(device)
     runs = p.cut.row_runs, p.cut.key_runs
     return Ulysses(p.ranks, *runs, whole, p.request.return_lse, transport)
+
+
+def _both(p: Problem, grid: Grid) -> Ulysses:
+    """The method "ulysses" inside hosts around "allgather" between them."""
+    device, rank = p.q.device, grid.between.rank
+    rows, keys = p.cut.row_runs, p.cut.key_runs
+    hosts = DenseCut(rows_of_hosts(rows, grid), rows_of_hosts(keys, grid), p.request.window)
+    between = AllGather(
+        grid.between, p.size_q, key_plan(rank, *hosts.calls()), hosts.local(rank, device),
+        Messages(grid.between),
+    )  # fmt: skip
+    return Ulysses(
+        grid.inside, inside_host(rows, grid), inside_host(keys, grid), between,
+        p.request.return_lse, transport_of(grid.inside, device),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import allgather, ulysses
 from .keys import moved_keys
-from .problem import METHODS, Problem
+from .problem import BOTH, METHODS, Problem
 from .ulysses import key_heads, query_heads
 
 
@@ -67,6 +67,10 @@ def choose(p: Problem, method: str) -> Choice:
         return Choice("local", "one rank has the whole sequence", {}, {})
     why = _why_not_allgather(p)
     refused = {"allgather": why} if why else {}
+    if p.grid is not None:
+        if why:
+            raise ValueError(f"{why}, which a mesh of two dimensions cannot compute exactly")
+        return Choice(BOTH, "the mesh has two dimensions", {}, {})
     if method in refused:
         raise ValueError(
             f"{why}, which method='{method}' cannot compute exactly; method='ulysses' can"

@@ -14,16 +14,24 @@ from .._request import Request
 from .agreement import Call, agree
 from .core import Local
 from .dense import DenseCut
+from .grid import Grid
 from .keys import AllCalls
 from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
 from .packed import PackedCut
 from .ranks import Ranks, all_gather, sum_dtype
 
 METHODS = ("ulysses", "allgather")
+BOTH = "ulysses+allgather"  # of a mesh of two dimensions
 
 
-def check_method(method: str) -> str:
-    """The given method, after a check that it is "auto" or one of ``METHODS``."""
+def check_method(method: str, grid: Grid | None = None) -> str:
+    """The given method, after a check that it is "auto" or possible on the mesh."""
+    if grid is not None:
+        if method not in ("auto", BOTH):
+            raise ValueError(
+                f"method is {method!r}, but must be 'auto' or {BOTH!r} on a mesh of two dimensions"
+            )
+        return method
     if not isinstance(method, str) or method not in ("auto", *METHODS):
         raise ValueError(f"method is {method!r}, but must be 'auto', 'ulysses' or 'allgather'")
     return method
@@ -80,6 +88,7 @@ class Problem(NamedTuple):
     request: Request
     cut: Cut
     sequences: int  # of the whole
+    grid: Grid | None = None  # of a mesh of two dimensions
 
     @property
     def size_q(self) -> int:
@@ -127,7 +136,7 @@ def _requires_grad(x: Any) -> bool:
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, layout: str, tensor_layout: str, method: str,
-    request: Request, reduce_replicated: bool,
+    request: Request, reduce_replicated: bool, grid: Grid | None = None,
 ) -> Problem:  # fmt: skip
     """Checks this rank's arguments and compares them with those of the other ranks.
 
@@ -139,7 +148,7 @@ def prepare(
 
     def describe() -> Call:
         check_layout(layout)
-        check_method(method)
+        check_method(method, grid)
         if ranks.world > 1:
             _refuse(k, request)
         bias = _torch._autocast(q, k, v, request.bias)[3]
@@ -155,6 +164,7 @@ def prepare(
         same = _same(local[0], request, (options.window_left, options.window_right))
         same |= {
             "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
+            "hosts of mesh": str(grid and grid.between.world),
             "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
         }  # fmt: skip
         return Call(same, (rows, tensors[1].shape[1], 0 if bias is None else bias.shape[2]))
@@ -175,7 +185,7 @@ def prepare(
         )
         bias = bias if has_rows else _reduced(bias, ranks, "bias")
     cut = DenseCut(tuple(rows), tuple(keys), request.window)
-    return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0])
+    return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0], grid)
 
 
 def prepare_varlen(

@@ -28,19 +28,21 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
-    """The ranks of a group or of a mesh of one dimension; by default, those of all processes.
+    """The ranks of a group, or of a mesh of one dimension; by default, those of all processes.
+
+    With a mesh of two dimensions, these are the ranks of the group.
 
     Without an initialised default group, this process is the only rank.
     """
     if mesh is not None:
-        if group is not None:
-            raise ValueError("group and mesh are both given, but only one of them is allowed")
-        if mesh.ndim != 1:
+        if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"mesh has {mesh.ndim} dimensions, but must have 1: pass the dimension of the "
-                "sequence, as in mesh['cp']"
+                f"mesh has {mesh.ndim} dimensions, but must have 1, or 2 for ranks inside and "
+                "between hosts: pass the dimensions of the sequence, as in mesh['cp']"
             )
-        group = mesh.get_group()
+        if group is not None and mesh.ndim == 1:
+            raise ValueError("group and mesh are both given, but only one of them is allowed")
+        group = mesh.get_group() if mesh.ndim == 1 else group
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None, 0, 1)

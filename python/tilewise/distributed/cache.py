@@ -1,0 +1,124 @@
+"""Decoding with a key/value cache whose keys are spread over ranks (decode context parallel)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch, kvcache
+from .agreement import Call, agree
+from .ranks import Ranks, all_gather, ranks_of
+
+
+def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of n disjoint sets of keys, from the results over each set.
+
+    Args:
+        out: [n, ..., rows, heads, columns] of any floating-point dtype.
+        lse: float32 [n, ..., heads, rows].
+
+    Returns:
+        out in float32 and lse, of all keys. Parts are added in their order.
+    """
+    top = lse.amax(0)
+    # An infinite maximum is replaced by 0, so that nothing computes inf - inf. A lse of +inf, which
+    # a sink may cause, gets all the weight; where all are -inf no row has a key.
+    infinite = top.isinf()
+    relative = torch.where(infinite, torch.where(lse == top, 0.0, -math.inf), lse - top)
+    weights = relative.exp().masked_fill(top == -math.inf, 0.0)
+    total = weights.sum(0)
+    shares = (weights / total.clamp_min(torch.finfo(torch.float32).tiny)).transpose(-1, -2)
+    merged = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
+    for part, share in zip(out, shares, strict=True):
+        # A part without weight may hold anything.
+        merged += torch.where(share.unsqueeze(-1) > 0, part.float() * share.unsqueeze(-1), 0.0)
+    return merged, torch.where(infinite, top, top + total.log())
+
+
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    *, group: Any = None, mesh: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
+    cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
+    sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
+    check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
+    v_descale: Any = None,
+) -> Any:  # fmt: skip
+    """Attention of queries that all ranks have to a cache of which each rank has some keys.
+
+    Each rank calls ``tilewise.attention_with_kvcache`` on its own cache; out and lse of all ranks
+    are then gathered and merged in float32. Every query sees every key: causal masks, windows,
+    ALiBi and rotary embedding would need the places of the keys in the sequence, so q and new keys
+    must be rotated before the call. The ranks may have any numbers of keys, also none, and any
+    assignment of keys to ranks. There is no gradient.
+
+    Args:
+        q: [B, Sq, Hq, D], the same on all ranks.
+        k_cache: [cache batch, capacity, Hkv, D], or pages with block_table: this rank's keys.
+        v_cache: The values of these keys.
+        k: New keys [B, Snew, Hkv, D] that are appended to the cache of this rank, or None.
+        v: The values of the new keys.
+        group: A process group; None is the default group.
+        mesh: A DeviceMesh of one dimension, instead of group.
+        cache_seqlens: int or integer [B]: keys in the cache of this rank.
+        cache_batch_idx: As in ``tilewise.attention_with_kvcache``, like everything below.
+        cache_leftpad: integer [B].
+        block_table: integer [B, width].
+        scale: Factor of q.k.
+        softcap: Soft cap of scores.
+        sinks: float32 [Hq], the same on all ranks; counted once.
+        num_splits: Number of key splits on each rank.
+        return_lse: Whether lse is returned.
+        tf32: Whether float32 operands may be rounded to TF32.
+        check: Whether index tensors on a GPU are verified.
+        batch_invariant: Compute each sequence as without the others.
+        k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
+        v_descale: The same for values.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in the dtype of q, the same on all ranks; with return_lse also lse,
+        float32 [B, Hq, Sq].
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, device, range, or differs between ranks.
+        RuntimeError: another rank has stopped, or no kernel can run the problem.
+    """
+    ranks = ranks_of(group, mesh)
+    _torch.as_array("q", q)
+
+    def describe() -> Call:
+        return Call({
+            "shape of q": str(list(q.shape)), "dtype of q": str(q.dtype),
+            "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
+            "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),
+            "softcap": str(softcap), "sinks": str(sinks is not None),
+        })  # fmt: skip
+
+    agree(ranks, "attention_with_kvcache", describe)
+    out, lse = kvcache.attention_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, block_table=block_table, scale=scale, softcap=softcap,
+        sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
+        tf32=tf32, check=check, batch_invariant=batch_invariant, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
+    if ranks.world > 1:
+        merged, lse = merge_parts(*_gathered(out, lse, ranks))
+        out = merged.to(out.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _gathered(out: Tensor, lse: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Out and lse of all ranks, in one message."""
+    own = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (lse, out)])
+    parts = all_gather(own.unsqueeze(0), [1] * ranks.world, ranks, "out and lse")
+    whole = torch.cat(parts)
+    size = lse.numel() * lse.element_size()
+    lses, outs = whole[:, :size].contiguous(), whole[:, size:].contiguous()
+    return (
+        outs.view(out.dtype).view(ranks.world, *out.shape),
+        lses.view(lse.dtype).view(ranks.world, *lse.shape),
+    )

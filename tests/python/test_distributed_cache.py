@@ -1,0 +1,109 @@
+"""Decoding with a cache whose keys are spread over ranks, against the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_gloo_available():
+    pytest.skip("torch has no gloo", allow_module_level=True)
+
+import tilewise.distributed as td  # noqa: E402
+import yardstick  # noqa: E402
+from bounds import check_lse, check_out  # noqa: E402
+from cases import Built, Case, flat  # noqa: E402
+from distributed_ranks import Pool  # noqa: E402
+from tilewise.distributed.cache import merge_parts  # noqa: E402
+
+BASE = Case(rows=(1, 1, 1), keys=(37, 37, 37), heads_kv=2, group=3, head_dim=16, head_dim_v=8,
+            seed=3)  # fmt: skip
+CASES = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16", "rows": (3, 3, 3)},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "sinks_bf16": {"sinks": True, "dtype": "bf16", "keys": (3, 3, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+def decode(group, case: Case, paged: bool):
+    """Keys are dealt to the ranks one by one; the last one is appended by its rank."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    b = Built(case)
+    own = range(rank, case.keys[0], world)
+    k, v = b.k[:, own].clone(), b.v[:, own].clone()
+    appends = bool(own) and own[-1] == case.keys[0] - 1
+    kept = len(own) - 1 if appends else len(own)
+    caches = [torch.full((3, 40, *x.shape[2:]), math.nan, dtype=x.dtype) for x in (k, v)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[:, :kept] = x[:, :kept]
+    table = None
+    if paged:  # pages of 4 keys, in reverse order
+        table = torch.arange(29, -1, -1, dtype=torch.int32).view(3, 10)
+        pages = [cache.reshape(30, 4, *cache.shape[2:]).flip(0).contiguous() for cache in caches]
+        caches = pages
+    new = [x[:, kept:] for x in (k, v)] if appends else [None, None]
+    return td.attention_with_kvcache(
+        b.q, *caches, *new, group=group, cache_seqlens=torch.full((3,), kept, dtype=torch.int32),
+        block_table=table, scale=b.scale, softcap=case.softcap, sinks=b.sinks, return_lse=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_decoding(pool, world):
+    for name, options in CASES.items():
+        case = replace(BASE, **options)
+        b = Built(case)
+        want = b.expected()
+        yard = None if case.dtype == "fp32" else yardstick.errors(b, want)
+        for paged in (False, True):
+            results = pool.run(world, decode, case, paged)
+            for out, lse in results:
+                assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+                check_out(flat(out), want, case.dtype, yard, name)
+                check_lse(b.by_row(lse), want.lse, case.dtype, yard, name)
+
+
+def different(group):
+    q = torch.zeros(1, 1, 2 + torch.distributed.get_rank(group), 8)
+    cache = torch.zeros(1, 4, 1, 8)
+    try:
+        td.attention_with_kvcache(q, cache, cache, group=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_differ(pool):
+    for text in pool.run(2, different):
+        assert "shape of q is [1, 1, 3, 8] on rank 1, but [1, 1, 2, 8] on rank 0" in text
+
+
+def test_merging_parts():
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 5, 3, 8, generator=generator)
+    k, v = (torch.randn(2, 12, 3, 8, generator=generator) for _ in range(2))
+    import tilewise
+
+    want = tilewise.attention(q, k, v, return_lse=True)
+    pieces = [(0, 4), (4, 4), (4, 11), (11, 12)]
+    parts = [tilewise.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in pieces]
+    out, lse = merge_parts(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    assert torch.allclose(out, want[0], atol=1e-6) and torch.allclose(lse, want[1], atol=1e-6)
+    none = merge_parts(torch.full((2, 1, 1, 1, 3), math.nan), torch.full((2, 1, 1, 1), -math.inf))
+    assert none[0].eq(0).all() and none[1].eq(-math.inf).all()
+    sink = torch.tensor([math.inf, 1.0]).view(2, 1, 1, 1)
+    out, lse = merge_parts(torch.tensor([0.0, 5.0]).view(2, 1, 1, 1, 1), sink)
+    assert out.item() == 0 and lse.item() == math.inf
