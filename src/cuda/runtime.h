@@ -12,6 +12,7 @@
 
 #if defined(TILEWISE_EMULATOR)
 #include "emulator/grid.h"
+#include "emulator/launches.h"
 #endif
 
 namespace tilewise::cuda {
@@ -52,7 +53,11 @@ int64_t gpu_memory_bytes(int32_t index);
 class DeviceScope {
  public:
   explicit DeviceScope(int32_t index);
+#if defined(TILEWISE_EMULATOR)
+  ~DeviceScope() noexcept(false);  // runs a launch that was held back, which may throw
+#else
   ~DeviceScope();
+#endif
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
 
@@ -97,10 +102,11 @@ void launch(const Kernel<Params>& kernel, int64_t blocks, Stream stream, const P
   if (lists_launches()) list_launch(reinterpret_cast<const void*>(kernel.function));
 #if defined(TILEWISE_EMULATOR)
   (void)stream;
-  (void)start;
-  emulator::run_grid(
-      blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); },
-      kernel.cluster_size * cluster);
+  emulator::launch(start == Start::dependent, [=] {
+    emulator::run_grid(
+        blocks, kernel.threads, kernel.shared_bytes, [&] { kernel.function(params); },
+        kernel.cluster_size * cluster);
+  });
 #else
   detail::launch(reinterpret_cast<const void*>(kernel.function), blocks, kernel.threads,
                  kernel.shared_bytes, stream, start, cluster, &params);

@@ -4,11 +4,13 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <sstream>
 
 #include "cuda/arch/limits.h"
 #include "cuda/runtime.h"
 #include "emulator/bulk.h"
+#include "emulator/launches.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -65,7 +67,12 @@ std::string kernel_symbol(const void* function) {
 }
 
 DeviceScope::DeviceScope(int32_t index) { gpu(index); }
-DeviceScope::~DeviceScope() = default;
+DeviceScope::~DeviceScope() noexcept(false) {
+  if (std::uncaught_exceptions() > 0)
+    emulator::drop_launches();
+  else
+    emulator::finish_launches();
+}
 
 void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
   emulator::encode_tensor_map(map, shape);
@@ -76,11 +83,13 @@ bool is_captured(Stream stream) { return stream == emulator::captured_stream(); 
 void* address_on_device(const void* symbol) { return const_cast<void*>(symbol); }
 
 void read_and_clear(void* to, void* from, int64_t bytes) {
+  emulator::finish_launches();
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
   std::memset(from, 0, sizeof(uint64_t));
 }
 
 void read_back(void* to, const void* from, int64_t bytes, Stream) {
+  emulator::finish_launches();
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }
 

@@ -99,12 +99,33 @@ const Statistics& statistics() {
   return active == nullptr ? none : active->counts();
 }
 
+// 1 while a thread of a grid waits for the grid that runs.
+static thread_local int depth = 0;
+
 void detail::run(const Launch& launch) {
-  static thread_local std::unique_ptr<Block> block;  // keeps its stacks for the next launch
+  // They keep their stacks for the next launch.
+  static thread_local std::array<std::unique_ptr<Block>, 2> blocks;
   if (active != nullptr && active->running()) fault("a kernel launches a kernel");
+  std::unique_ptr<Block>& block = blocks.at(static_cast<size_t>(depth));
   if (block == nullptr) block = std::make_unique<Block>();
   active = block.get();
   active->run_grid(launch);
+}
+
+void run_nested(const std::function<void()>& grid) {
+  const auto leave = [outer = active] {
+    active = outer;
+    --depth;
+  };
+  active = nullptr;
+  ++depth;
+  try {
+    grid();
+  } catch (...) {
+    leave();
+    throw;
+  }
+  leave();
 }
 
 void Block::run_grid(const detail::Launch& launch) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -245,6 +246,9 @@ class Block {
 Block& block();
 // Null between launches.
 Block* running_block();
+
+// Runs a grid to its end while the calling thread of another grid waits.
+void run_nested(const std::function<void()>& grid);
 
 [[noreturn]] void fault(const std::string& message);
 // Formats like printf.

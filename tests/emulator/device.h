@@ -24,6 +24,7 @@ TILEWISE_EMULATOR_CONSTANT char* shared_memory();
 uint32_t shared_address(const void* p);
 
 void sync_block();
+void griddepcontrol_wait();
 void sync_warp();
 
 float shuffle_xor(float x, int mask);

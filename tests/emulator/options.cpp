@@ -37,6 +37,14 @@ Options read_options() {
   } else if (!order.empty() && order != "forward") {
     unknown("TILEWISE_EMULATOR_ORDER", order, "forward, reverse, shuffled or warps");
   }
+  const std::string pdl = environment("TILEWISE_EMULATOR_PDL");
+  if (pdl == "first") {
+    options.pdl = Pdl::first;
+  } else if (pdl == "second") {
+    options.pdl = Pdl::second;
+  } else if (!pdl.empty() && pdl != "none") {
+    unknown("TILEWISE_EMULATOR_PDL", pdl, "none, first or second");
+  }
   const std::string seed = environment("TILEWISE_EMULATOR_SEED");
   if (!seed.empty()) options.seed = std::strtoull(seed.c_str(), nullptr, 10);
   options.check_races = environment("TILEWISE_EMULATOR_RACES") != "0";

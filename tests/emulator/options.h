@@ -5,10 +5,14 @@
 
 namespace tilewise::cuda::emulator {
 
+// Which launches start before their predecessor: none, those that depend on a launch that does not
+// depend on another one itself, or those that depend on a dependent launch.
+enum class Pdl { none, first, second };
 enum class Order { forward, reverse, shuffled, warps };
 
 struct Options {
   bool early_copies = false;     // TILEWISE_EMULATOR_COPIES=early|late
+  Pdl pdl = Pdl::none;           // TILEWISE_EMULATOR_PDL=none|first|second
   Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled|warps
   uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, for shuffled orders
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1

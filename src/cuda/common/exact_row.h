@@ -16,7 +16,7 @@
 namespace tilewise::cuda::common {
 
 // T: storage of q and out, K: of k and v. Form::plain has no softcap, ALiBi, bias or dropout.
-template <class T, class K, Form kForm, int kHeadDim>
+template <class T, class K, Form kForm>
 class ExactRow {
  public:
   // Row `row` of sequence `s`, query head `head`.
@@ -33,8 +33,25 @@ class ExactRow {
     score_mod_.score = score_of(p, s.batch, kv_head_);
   }
 
-  // Writes the row of out and its lse.
+  // Writes the row of out and its lse. The softmax runs again for every 128 columns, because a
+  // kernel has the registers of all functions that it may call.
   TILEWISE_DEVICE void write() {
+    int64_t first = 0;
+    do {
+      write_columns(first);
+      first += kColumns * ptx::kWarpSize;
+    } while (first < p_.head_dim_v);
+  }
+
+ private:
+  static constexpr int kColumns = 4;  // of a lane, at a time
+
+  TILEWISE_DEVICE void write_columns(int64_t first) {
+    m_ = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
+    l_ = 0.0f;
+#pragma unroll
+    for (float& o : o_) o = 0.0f;
+    first_column_ = first + ptx::lane_index();
 #pragma unroll 1
     for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) add_keys(key);
     const float l = sum_of_warp(l_);
@@ -52,10 +69,10 @@ class ExactRow {
         static_cast<T*>(p_.out.data) + s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const int column = ptx::lane_index() + i * ptx::kWarpSize;
+      const int64_t column = first_column_ + i * ptx::kWarpSize;
       if (column < p_.head_dim_v) out[column] = rounded<T>(o_[i] * factor);
     }
-    if (p_.lse == nullptr || ptx::lane_index() != 0) return;
+    if (p_.lse == nullptr || first_column_ != 0) return;
     LogSum sum;
     if (total != 0.0f) sum = LogSum::of(base.lse, ptx::log_accurate(total), base.low);
     const int64_t at = s_.lse_offset(p_.lse_stride_batch, row_) + head_ * p_.lse_stride_head;
@@ -63,11 +80,8 @@ class ExactRow {
     if (p_.lse_low != nullptr) p_.lse_low[at] = sum.low;
   }
 
- private:
-  static constexpr int kColumns = (kHeadDim + ptx::kWarpSize - 1) / ptx::kWarpSize;  // per lane
-
   // Continues the online softmax with up to 32 keys, one per lane.
-  TILEWISE_DEVICE void add_keys(int64_t first) {
+  TILEWISE_COLD void add_keys(int64_t first) {
     const int64_t key = first + ptx::lane_index();
     float x = kMinusInfinity;
     if (key < keys_.end) x = score(key);
@@ -101,7 +115,7 @@ class ExactRow {
     }
     const K* const k = row_of(p_.k, key);
     float product = 0.0f;
-#pragma unroll 8
+#pragma unroll 1
     for (int64_t i = 0; i < p_.head_dim; ++i)
       product = ptx::fma(to_float(q_[i]), to_float(k[i]), product);
     if constexpr (kForm == Form::general) return score_mod_.at(product, row_score_mod_, key).value;
@@ -112,7 +126,7 @@ class ExactRow {
     const K* const v = row_of(p_.v, key);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const int column = ptx::lane_index() + i * ptx::kWarpSize;
+      const int64_t column = first_column_ + i * ptx::kWarpSize;
       if (column < p_.head_dim_v) o_[i] = ptx::fma(weight, to_float(v[column]), o_[i]);
     }
   }
@@ -126,18 +140,19 @@ class ExactRow {
   const T* const q_;
   ScoreMod score_mod_;
   const RowScoreMod row_score_mod_;
-  float m_ = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
-  float l_ = 0.0f;      // sum over the keys of this lane
-  float o_[kColumns] = {};
+  float m_;
+  float l_;               // sum over the keys of this lane
+  int64_t first_column_;  // of this lane, which also has every 32nd column after it
+  float o_[kColumns];
 };
 
 // Computes and writes one row. With 16-bit q, the cache may be float8.
-template <class T, Form kForm, int kHeadDim>
+template <class T, Form kForm>
 TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
   if constexpr (sizeof(T) == 2) {
-    if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm, kHeadDim>(p, s, row, head).write();
+    if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm>(p, s, row, head).write();
   }
-  ExactRow<T, T, kForm, kHeadDim>(p, s, row, head).write();
+  ExactRow<T, T, kForm>(p, s, row, head).write();
 }
 
 }  // namespace tilewise::cuda::common

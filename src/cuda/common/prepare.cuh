@@ -210,7 +210,9 @@ struct CopyIndices {
     }
   }
 
-  TILEWISE_DEVICE void run() const {
+  // Returns the problem to sort: the given one if the copies equal its arrays, whose entries are in
+  // the L1 cache by now, else the one with the copies.
+  TILEWISE_DEVICE const Problem& run() const {
     const bool of_backward = params.index_copies.of_backward();
     const bool with_keys = params.index_copies.cu_seqlens_k != nullptr;
     const uint32_t invalid =
@@ -232,6 +234,7 @@ struct CopyIndices {
       params.index_copies.seqused_k[b] = good ? static_cast<int32_t>(padding + keys.count) : 0;
     }
     ptx::sync_block();
+    return valid_layout && !of_backward ? p : params.checked_problem;
   }
 };
 
@@ -367,9 +370,9 @@ TILEWISE_KERNEL(kPrepareThreads, 1) void prepare(TILEWISE_PARAMETER PrepareParam
   int64_t block = ptx::block_index();
   if (has_first_block(params)) {
     if (block == 0) {
-      if (params.index_copies.any()) CopyIndices(params, scratch).run();
+      const Problem& p =
+          params.index_copies.any() ? CopyIndices(params, scratch).run() : params.problem;
       if (params.order.table == nullptr) return;
-      const Problem& p = params.index_copies.any() ? params.checked_problem : params.problem;
       const Order order{p, params.order, shared_words(0), scratch};
       order.run();
       return;

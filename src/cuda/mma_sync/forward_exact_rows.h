@@ -32,13 +32,11 @@ TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, in
   const int64_t row = q_tile.rows.first + q_tile.rows.row(r);
   if constexpr (!C::kFloat8) {
     using T = typename C::Storage;
-    common::ExactRow<T, T, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r)).write();
+    common::ExactRow<T, T, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
   } else if (p.dtype == TILEWISE_BFLOAT16) {
-    common::ExactRow<BFloat16, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r))
-        .write();
+    common::ExactRow<BFloat16, Float8, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
   } else {
-    common::ExactRow<Half, Float8, kForm, C::kHeadDim>(p, q_tile.sequence, row, q_tile.head(r))
-        .write();
+    common::ExactRow<Half, Float8, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
   }
 }
 

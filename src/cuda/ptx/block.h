@@ -29,7 +29,7 @@ TILEWISE_DEVICE void fence_device() {}
 // `launch_dependents` permits the next kernel to start if it is a dependent launch (runtime.h);
 // `wait` returns when the kernel before is complete and its writes are visible. Every CTA of a
 // dependent kernel waits.
-TILEWISE_DEVICE void griddepcontrol_wait() {}
+TILEWISE_DEVICE void griddepcontrol_wait() { emulator::griddepcontrol_wait(); }
 TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
 
 #else

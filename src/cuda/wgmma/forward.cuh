@@ -54,7 +54,6 @@ TILEWISE_KERNEL(C::kForward.threads(), 1)
 void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   const ForwardShared<C> shared = ForwardShared<C>::of_this_cta();
   const int warpgroup = ptx::uniform(ptx::thread_index() / ptx::kWarpgroupSize);
-  common::trigger_dependents(p, PdlTrigger::after_first_loads);
   // All roles pass one barrier at the same place of the code. The first work tile is found before
   // it, because this takes longest on a GPU that has just started: the code has to be fetched.
   ForwardProducer<C> producer(p, shared);
@@ -63,6 +62,8 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   if (warp == 0) producer.begin();
   if (warp == 1) scheduler.begin();
   ptx::sync_block();
+  // Not before `begin`, because the combine kernel reads the copy of cu_seqlens_q before it waits.
+  common::trigger_dependents(p, PdlTrigger::after_first_loads);
   if (warpgroup == 0) [[likely]] {
     ptx::setmaxnreg_dec<C::kForward.producer_registers>();
     if (warp == 0)

@@ -17,9 +17,10 @@ class ForwardScheduler {
   TILEWISE_DEVICE ForwardScheduler(const TmaForwardParams& params, const Shared& shared)
       : p_(params), shared_(shared) {}
 
-  // Finds the first work tile, before the CTA's first barrier.
+  // Finds the first work tile, before the CTA's first barrier. The prepare kernel has written the
+  // table and the copy of cu_seqlens_q.
   TILEWISE_DEVICE void begin() {
-    if (p_.order.table != nullptr) ptx::griddepcontrol_wait();
+    if (p_.order.table != nullptr || p_.problem.cu_seqlens_q != nullptr) ptx::griddepcontrol_wait();
     index_ = tile_of(position_);
     has_rows_ = locate(shared_.work_tile(0), index_);
   }
