@@ -107,7 +107,7 @@ def append_kv(*arguments: Any) -> Tensor:
 
 def writes_lse_low(q: Tensor) -> bool:
     """Whether the kernels of q's device write lse_low."""
-    return q.device.type == "cpu"
+    return q.device.type in ("cpu", "cuda")
 
 
 def _without_lse_low(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,8 @@ BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const
   regions.row_delta = workspace.take<float>(rows);
   if (plan.family != Family::simt) {
     regions.row_lse = workspace.take<float>(rows);
-    if (plan.family == Family::mma_sync) {
+    // The plain form of wgmma has no far rows: see docs/numerics.md.
+    if (plan.family == Family::mma_sync || plan.form == Form::general) {
       regions.row_origin = workspace.take<float>(rows);
       regions.row_origin_low = workspace.take<float>(rows);
       regions.far_rows = workspace.take<uint64_t>(1);

@@ -50,8 +50,8 @@ struct CombinedRow {
     p.lse[at] = lse;
     if (p.lse_low != nullptr) p.lse_low[at] = 0.0f;
   }
-  // Whether the lse of a split is NaN without being the marker: then the row is NaN. Called by whole
-  // warps.
+  // Whether the lse of a split is NaN without being the marker: then the row is NaN. Called by
+  // whole warps.
   TILEWISE_DEVICE bool has_nan(const ForwardParams& params) const {
     bool is_nan = false;
 #pragma unroll 1

@@ -32,6 +32,9 @@ TILEWISE_DEVICE bool store_row_origin(const BackwardParams& p, int64_t at, const
   return far;
 }
 
+// Whether the call has far rows. The prepare kernel must be complete.
+TILEWISE_DEVICE bool has_far_rows(const BackwardParams& p) { return *p.far_rows == p.launch_id; }
+
 TILEWISE_DEVICE LogSum log_sum_at(const Problem& p, int64_t at) {
   return {p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
 }
@@ -51,6 +54,10 @@ struct RowOrigin {
   // `inverse`: log2(e) / scale_log2.
   TILEWISE_DEVICE float relative(float score, float inverse) const {
     return min((score - lse) - low, 0.0f) * inverse;
+  }
+  // A score in natural units, relative to lse if the row is far.
+  TILEWISE_DEVICE float subtracted_from(float score) const {
+    return is_far() ? relative(score, 1.0f) : score;
   }
   // The same for a product q.k, whose score product * unit is rounded as in plain fp32. The forward
   // may have summed the product in another order. So where lse is the largest score itself, a score

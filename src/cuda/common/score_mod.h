@@ -34,12 +34,12 @@ TILEWISE_DEVICE bool bias_rows_are_aligned(const Problem& p, int64_t bytes) {
   return ((address | strides * 2) & (bytes - 1)) == 0;
 }
 
-// Runs the instance of a role for the options of a problem. kLoops tells that the role has an
-// instance for each single option.
+// Runs the instance of a role for an option. kLoops tells that the role has an instance for each
+// single option; otherwise the instance for any options runs.
 template <bool kLoops, class Role>
-TILEWISE_DEVICE void run_with_option(const Problem& p, const Role& role) {
+TILEWISE_DEVICE void run_with_option(Option option, const Role& role) {
   if constexpr (kLoops) {
-    switch (option_of(p)) {
+    switch (option) {
       case Option::softcap:
         return role.template run<Option::softcap>();
       case Option::alibi:

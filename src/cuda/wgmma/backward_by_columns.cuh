@@ -167,7 +167,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
       if (!kSingleCta && step > 0) ptx::bar_sync(kPRead, Plan::kConsumerThreads);
       if (!kSingleCta && C::kGeneral)
         ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
-      consumer.scores.store_p(params.problem, s, statistic, walk, stage);
+      consumer.scores.store_p(params, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kConsumerThreads);
       ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);

@@ -55,7 +55,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
   const KeyMask<C> mask(work_tile, own_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
-  [[maybe_unused]] BackwardScoreMod<C, kOption> score_mod(params.problem, work_tile, own_key);
+  [[maybe_unused]] BackwardScoreMod<C, kOption> score_mod(params, work_tile, own_key);
   [[maybe_unused]] const bool never = params.problem.heads_q == 0;
   const int32_t end = first_step + work_tile.steps;
   RowWalk walk(work_tile);
@@ -108,7 +108,7 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
       ptx::wgmma_wait_group<0>();
       ptx::fence_register(s);
       ptx::fence_register(dp);
-      score_mod.apply(params.problem, s, dp, p, ds, walk, mask, lse, delta);
+      score_mod.apply(params, s, dp, p, ds, walk, mask, lse, delta);
     } else {
       ptx::wgmma_wait_group<1>();
       ptx::fence_register(s);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
+#include "cuda/common/far_rows.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/mbarrier.h"
@@ -57,6 +58,7 @@ class ColumnScores {
         unmasked_(work_tile),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
         dropout_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
+    if constexpr (C::kGeneral) far_rows_ = common::has_far_rows(p);
     const int lane = ptx::lane_index();
     at_ = static_cast<uint32_t>(
         Plan::ScoreTile::chunk_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2));
@@ -74,7 +76,7 @@ class ColumnScores {
   }
 
   // P = exp(S - lse)
-  TILEWISE_DEVICE void store_p(const Problem& p, float (&s)[Plan::kKeys / 2],
+  TILEWISE_DEVICE void store_p(const BackwardParams& p, float (&s)[Plan::kKeys / 2],
                                const RowStatistic& lse, const RowWalk& walk, int stage) const {
     if constexpr (C::kGeneral) {
       store_general(p, s, lse, walk, stage);
@@ -137,9 +139,10 @@ class ColumnScores {
   }
   // store_p with options: stores P, and P times d score / d (scale S) where dS will be. It takes
   // 16 keys at a time, so that the derivatives need few registers.
-  TILEWISE_DEVICE void store_general(const Problem& p, float (&s)[Plan::kKeys / 2],
+  TILEWISE_DEVICE void store_general(const BackwardParams& params, float (&s)[Plan::kKeys / 2],
                                      const RowStatistic& lse, const RowWalk& walk,
                                      int stage) const {
+    const Problem& p = params.problem;
     const ScoreMod score_mod = ScoreMod::of(p);
     const bool masked = !unmasked_.contains(walk.row);
     const int32_t row = walk.row + row_;
@@ -162,6 +165,13 @@ class ColumnScores {
           add_bias<float>(x, p, row_score_mod, row, key);
         else
           add_bias<typename Element::Storage>(x, p, row_score_mod, row, key);
+      }
+      if (far_rows_) [[unlikely]] {
+        const int64_t padded_row = int64_t{walk.index} * Plan::kQueries + row_;
+        const common::RowOrigin origin[2] = {common::RowOrigin::of(params, padded_row),
+                                             common::RowOrigin::of(params, padded_row + 8)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = origin[i / 2 % 2].subtracted_from(x[i]);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -242,7 +252,8 @@ class ColumnScores {
   int32_t row_;  // first query of the thread, in the tile
   UnmaskedRows unmasked_;
   float scale_log2_;
-  float dropout_scale_;  // of the weights that dropout keeps
+  float dropout_scale_;    // of the weights that dropout keeps
+  bool far_rows_ = false;  // of the call
 };
 
 }  // namespace tilewise::cuda::wgmma

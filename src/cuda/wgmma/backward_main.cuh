@@ -73,10 +73,13 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
         by_columns_role<C, 1>(p, shared, warp % 4);
     } else {
       const ByKeysRole<C> role{p, shared, warp / 4 - 1, warp % 4};
-      if constexpr (C::kGeneral)
-        run_with_option<C::kBackward.option_loops>(p.problem, role);
-      else
+      if constexpr (C::kGeneral) {
+        ptx::griddepcontrol_wait();  // for far_rows
+        const Option option = common::has_far_rows(p) ? Option::any : option_of(p.problem);
+        run_with_option<C::kBackward.option_loops>(option, role);
+      } else {
         role.template run<Option::none>();
+      }
     }
   }
   // A CTA may not exit while its peer can still access its shared memory.

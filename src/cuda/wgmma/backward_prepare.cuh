@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
+#include "cuda/common/far_rows.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
@@ -171,6 +172,14 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     if (lane != 0 || row >= end) continue;
     const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_position(row);
     p.row_lse[at] = row_lse<C>(lse[pass], scale_log2);
+    if constexpr (C::kGeneral) {
+      const int64_t padded_row = int64_t{block.tile} * Sums::kQueries + row;
+      LogSum sum{lse[pass], 0.0f};
+      if (problem.lse_low != nullptr && common::is_far_row<typename C::Element>(sum.lse))
+        sum.low = problem.lse_low[s.lse_offset(problem.lse_stride_batch, block.row0 + row) +
+                                  block.head * problem.lse_stride_head];
+      if (common::store_row_origin<typename C::Element>(p, padded_row, sum)) p.row_lse[at] = 0.0f;
+    }
     p.row_delta[at] = lse[pass] == kMinusInfinity ? 0.0f : dlse[pass] - delta;
   }
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
+#include "cuda/common/far_rows.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/ptx/warp.h"
 #include "cuda/wgmma/backward_bias.h"
@@ -77,14 +78,14 @@ struct KeptScores {
   }
 };
 
-// The penalty that ALiBi subtracts from S of a query tile, in units of log2.
+// The penalty that ALiBi subtracts from S of a query tile, times `unit`: kLog2e for exponents.
 template <class C>
 class AlibiOfKeys {
  public:
   // `key`: the thread's first key.
   TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key,
-                              const RowWalk& walk)
-      : slope_(p.alibi_slopes[work_tile.batch * p.alibi_stride_batch + walk.head] * kLog2e),
+                              const RowWalk& walk, float unit = kLog2e)
+      : slope_(p.alibi_slopes[work_tile.batch * p.alibi_stride_batch + walk.head] * unit),
         distance_(walk.row + ptx::lane_index() % 4 * 2 + work_tile.keys - work_tile.rows - key) {}
 
   TILEWISE_DEVICE float slope() const { return slope_; }
@@ -124,15 +125,16 @@ class BackwardScoreMod {
   static constexpr bool kGradientFromZero = !kStartsAtDelta;
 
   // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
-  TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
-      : p_(p),
+  TILEWISE_DEVICE BackwardScoreMod(const BackwardParams& params, const TileDescriptor& work_tile,
+                                   int key)
+      : p_(params.problem),
         work_tile_(work_tile),
         key_(work_tile.key + key),
-        scale_log2_(exponent_scale(score_of(p).scale)),
-        unit_(max(p.softcap, 1e-15f) * kLog2e),
-        tanh_(score_of(p).scale * ptx::rcp_approximate(max(p.softcap, 1e-15f))),
-        dropout_(DropoutFactors::of(p)),
-        bias_(p, work_tile, work_tile.key + key - ptx::lane_index() / 4) {}
+        scale_log2_(exponent_scale(score_of(p_).scale)),
+        unit_(max(p_.softcap, 1e-15f) * kLog2e),
+        tanh_(score_of(p_).scale * ptx::rcp_approximate(max(p_.softcap, 1e-15f))),
+        dropout_(DropoutFactors::of(p_)),
+        bias_(p_, work_tile, work_tile.key + key - ptx::lane_index() / 4) {}
 
   // The factor of dV.
   TILEWISE_DEVICE static float dv_scale(const Problem& p) {
@@ -258,7 +260,7 @@ class BackwardScoreMod<C, Option::none> {
   static constexpr bool kScoresFromZero = !BackwardPlan<C>::kPreload;
   static constexpr bool kGradientFromZero = kScoresFromZero;
 
-  TILEWISE_DEVICE BackwardScoreMod(const Problem&, const TileDescriptor&, int) {}
+  TILEWISE_DEVICE BackwardScoreMod(const BackwardParams&, const TileDescriptor&, int) {}
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 };
 
@@ -272,11 +274,15 @@ class BackwardScoreMod<C, Option::any> {
   static constexpr bool kGradientFromZero = true;
 
   // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
-  TILEWISE_DEVICE BackwardScoreMod(const Problem& p, const TileDescriptor& work_tile, int key)
+  TILEWISE_DEVICE BackwardScoreMod(const BackwardParams& params, const TileDescriptor& work_tile,
+                                   int key)
       : work_tile_(work_tile),
         key_(work_tile.key + key),
-        scale_log2_(exponent_scale(score_of(p).scale)),
-        dropout_(DropoutFactors::of(p)) {}
+        far_rows_(common::has_far_rows(params)),
+        unit_(far_rows_ ? 1.0f : kLog2e),
+        unit_scale_(far_rows_ ? score_of(params.problem).scale
+                              : exponent_scale(score_of(params.problem).scale)),
+        dropout_(DropoutFactors::of(params.problem)) {}
 
   TILEWISE_DEVICE static float dv_scale(const Problem&) { return 1.0f; }
 
@@ -286,7 +292,7 @@ class BackwardScoreMod<C, Option::any> {
 #pragma unroll
     for (float& x : s) x = 0.0f;
     if (!starts_at_bias(p)) return;
-    const float factor = kLog2e / scale_log2_;
+    const float factor = unit_ / unit_scale_;
     if (p.bias_dtype == TILEWISE_FLOAT32)
       add_bias<float>(p, s, walk, factor);
     else
@@ -295,10 +301,11 @@ class BackwardScoreMod<C, Option::any> {
 
   // P and dS from the products S and dP. Each option makes one pass over the scores, so that its
   // switch is tested once and not once per score.
-  TILEWISE_DEVICE void apply(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp,
+  TILEWISE_DEVICE void apply(const BackwardParams& params, ScoreSums<C>& s, ScoreSums<C>& dp,
                              ScoreOperands<C>& p_half, ScoreOperands<C>& ds_half,
                              const RowWalk& walk, const KeyMask<C>& mask, ptx::SharedAddress lse,
                              ptx::SharedAddress delta) const {
+    const Problem& p = params.problem;
     const float dropout_scale = dropout_.scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
@@ -313,10 +320,12 @@ class BackwardScoreMod<C, Option::any> {
     if (p.alibi_slopes != nullptr) add_alibi(p, s, walk);
     if (p.bias != nullptr && !starts_at_bias(p)) {
       if (p.bias_dtype == TILEWISE_FLOAT32)
-        add_bias<float>(p, s, walk, kLog2e);
+        add_bias<float>(p, s, walk, unit_);
       else
-        add_bias<typename C::Element::Storage>(p, s, walk, kLog2e);
+        add_bias<typename C::Element::Storage>(p, s, walk, unit_);
     }
+    if (far_rows_) [[unlikely]]
+      subtract_origins(params, s, walk);
     add_statistic(s, lse);
     if (mask.touches(walk.row)) mask.apply(s, walk.row, kMinusInfinity);
 #pragma unroll
@@ -342,29 +351,48 @@ class BackwardScoreMod<C, Option::any> {
     }
   }
 
-  // Turns products into scores in units of log2, and dP into the gradient of scale * S.
+  // Turns scores in natural units into exponents relative to the origins of their rows.
+  TILEWISE_DEVICE void subtract_origins(const BackwardParams& params, ScoreSums<C>& s,
+                                        const RowWalk& walk) const {
+    const Problem& p = params.problem;
+    const bool only_products = p.softcap == 0.0f && p.alibi_slopes == nullptr && p.bias == nullptr;
+    const int64_t first = int64_t{walk.index} * Plan::kQueries + ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      const auto origin = common::RowOrigin::of(params, first + i / 2 * 8 + i % 2);
+#pragma unroll
+      for (int key = 0; key < 2; ++key) {
+        float& x = s[i / 2 * 4 + key * 2 + i % 2];
+        x = origin.is_far() && only_products ? origin.relative_product(x, 1.0f, kLog2e)
+                                             : origin.subtracted_from(x) * kLog2e;
+      }
+    }
+  }
+
+  // Turns products into scores times unit_, and dP into the gradient of scale * S.
   TILEWISE_DEVICE void cap(const Problem& p, ScoreSums<C>& s, ScoreSums<C>& dp) const {
     if (p.softcap == 0.0f) {
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= scale_log2_;
+      for (int i = 0; i < 4 * kGroups; ++i) s[i] *= unit_scale_;
     } else {
       HalfMath::ScaledTanh(score_of(p).scale * ptx::rcp_approximate(p.softcap)).apply(s);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
         dp[i] *= ptx::fma(-s[i], s[i], 1.0f);
-        s[i] *= p.softcap * kLog2e;
+        s[i] *= p.softcap * unit_;
       }
     }
   }
 
   TILEWISE_DEVICE void add_alibi(const Problem& p, ScoreSums<C>& s, const RowWalk& walk) const {
-    const AlibiOfKeys<C> alibi(p, work_tile_, key_, walk);
+    const AlibiOfKeys<C> alibi(p, work_tile_, key_, walk, unit_);
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) s[i] = ptx::fma(alibi.distance(i), -alibi.slope(), s[i]);
   }
 
-  TILEWISE_DEVICE static bool starts_at_bias(const Problem& p) {
-    return p.bias != nullptr && p.softcap == 0.0f;
+  // The quotient of a bias and the scale may overflow where the bias makes far rows.
+  TILEWISE_DEVICE bool starts_at_bias(const Problem& p) const {
+    return p.bias != nullptr && p.softcap == 0.0f && !far_rows_;
   }
 
   // s += factor * bias. The bias has no elements outside of the sequence.
@@ -392,8 +420,10 @@ class BackwardScoreMod<C, Option::any> {
   }
 
   const TileDescriptor& work_tile_;
-  int32_t key_;  // in the sequence
-  float scale_log2_;
+  int32_t key_;       // in the sequence
+  bool far_rows_;     // of the call
+  float unit_;        // of scores: kLog2e, or 1 with far rows, which need scores as they are
+  float unit_scale_;  // scale * unit_
   DropoutFactors dropout_;
 };
 

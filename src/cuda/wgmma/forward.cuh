@@ -77,7 +77,7 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
     if (!C::kGeneral || option_of(p.problem) == Option::none)
       role.template run<Option::none>();
     else if constexpr (C::kGeneral)
-      run_with_option<C::kForward.option_loops>(p.problem, role);
+      run_with_option<C::kForward.option_loops>(option_of(p.problem), role);
     if (recompute_head != NanRecompute<C>::kNone) [[unlikely]]
       NanRecompute<C>(p, ptx::warp_index() - 4).run(recompute_head);
   }
