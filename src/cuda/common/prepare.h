@@ -104,7 +104,9 @@ struct PrepareParams {
   IndexRecord* index_record = nullptr;
   OrderTask order;
   ClearTask rows;        // out or dq
-  float* lse = nullptr;  // becomes -inf in rows that are not in use; strides of the problem's lse
+  // They become -inf and 0 in rows that are not in use; strides of the problem's lse.
+  float* lse = nullptr;
+  float* lse_low = nullptr;
   ClearTask keys[2];     // dk, dv
   FillTask fills[4];
   int32_t clear_blocks = 0;  // set by `set_grid`
@@ -136,6 +138,7 @@ inline PrepareParams prepare_forward(const Problem& p) {
   if (!may_have_unused_rows(p)) return params;
   params.rows = {p.out, p.heads_q, p.head_dim_v};
   params.lse = p.lse;
+  params.lse_low = p.lse_low;
   return params;
 }
 
