@@ -103,11 +103,11 @@ struct PrepareParams {
   IndexCopies index_copies;
   IndexRecord* index_record = nullptr;
   OrderTask order;
-  ClearTask rows;        // out or dq
+  ClearTask rows;  // out or dq
   // They become -inf and 0 in rows that are not in use; strides of the problem's lse.
   float* lse = nullptr;
   float* lse_low = nullptr;
-  ClearTask keys[2];     // dk, dv
+  ClearTask keys[2];  // dk, dv
   FillTask fills[4];
   int32_t clear_blocks = 0;  // set by `set_grid`
 };
