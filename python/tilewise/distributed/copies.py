@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,27 @@ from .ranks import Ranks
 
 _ALIGNMENT = 512
 _GRAIN = 2**21
+_VIEWS = 10000
 _SLOTS = 3  # results of a step are read while those of the next two are written
 
 
-class Memory(NamedTuple):
+class Memory:
     """The bytes of each rank of a group, and a barrier of the ranks on the current stream."""
 
-    of_ranks: list[Tensor]
-    barrier: Callable[[], None]
-    kept: Any
+    def __init__(self, of_ranks: list[Tensor], barrier: Callable[[], None], kept: Any) -> None:
+        self.of_ranks, self.barrier, self._kept = of_ranks, barrier, kept
+        self._views: dict[Any, Tensor] = {}  # calls repeat, and making a view takes the host 5 us
+
+    def view(self, rank: int, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in the memory of a rank, from a byte on."""
+        key = rank, begin, shape, dtype
+        if key not in self._views:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            size = math.prod(shape) * dtype.itemsize
+            own = self.of_ranks[rank][begin : begin + size]
+            self._views[key] = own.view(dtype).view(tuple(shape))
+        return self._views[key]
 
 
 def open_memory(size: int, ranks: Ranks, device: torch.device) -> Memory:
@@ -122,9 +134,10 @@ class Copies:
             begins.append(parts)
         group.begin()
         group.published = group.grown(group.published, total)
-        own = group.published.of_ranks[group.ranks.rank]
         for x, rows, begin in tensors:
-            _of(own, begin, (x.shape[0], rows, *x.shape[2:]), x.dtype)[:, : x.shape[1]].copy_(x)
+            shape = (x.shape[0], rows, *x.shape[2:])
+            own = group.published.view(group.ranks.rank, begin, shape, x.dtype)
+            own[:, : x.shape[1]].copy_(x)
         group.published.barrier()
         return _PublishedCopies(group, table, begins, what)
 
@@ -139,10 +152,10 @@ class Copies:
         capacity = group.results.of_ranks[0].numel() // _SLOTS // _ALIGNMENT * _ALIGNMENT
         begin = group.slot * capacity
         group.slot = (group.slot + 1) % _SLOTS
-        own = group.results.of_ranks[group.ranks.rank]
         tensors, begins = [], []
         for x, part, size in zip(rooms, parts, sizes, strict=True):
-            whole = _of(own, begin, (x.shape[0], x.most, *x.shape[2:]), x.dtype)
+            shape = (x.shape[0], x.most, *x.shape[2:])
+            whole = group.results.view(group.ranks.rank, begin, shape, x.dtype)
             tensors.append(whole[:, : x.shape[1]])
             begins += [begin + i * part for i in range(x.shape[0])]
             begin += size
@@ -155,8 +168,7 @@ class Copies:
             for p in pieces:
                 source = sent[p.source].narrow(0, p.begin, p.rows)
                 at = rooms.begins[p.target] + p.at * _row_bytes(sent[p.source])
-                copies.append((_of(group.results.of_ranks[peer], at, source.shape, source.dtype),
-                               source))  # fmt: skip
+                copies.append((group.results.view(peer, at, source.shape, source.dtype), source))
         works = group.sends.run(copies)
         return _Arrival(works, (tuple(sent), rooms), group, what)
 
@@ -172,7 +184,7 @@ class _PublishedCopies:
             for p in pieces:
                 target = received[p.target].narrow(0, p.at, p.rows)
                 at = self._begins[step][p.source] + p.begin * _row_bytes(received[p.target])
-                source = _of(group.published.of_ranks[peer], at, target.shape, target.dtype)
+                source = group.published.view(peer, at, target.shape, target.dtype)
                 copies.append((target, source))
         return Exchange(group.takes.run(copies), tuple(received), group.ranks, self._what)
 
@@ -206,9 +218,3 @@ def _aligned(size: int) -> int:
 def _row_bytes(x: Tensor) -> int:
     """The bytes of a row of x [rows, ...]."""
     return math.prod(x.shape[1:]) * x.element_size()
-
-
-def _of(memory: Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in a rank's memory."""
-    size = math.prod(shape) * dtype.itemsize
-    return memory[begin : begin + size].view(dtype).view(tuple(shape))
