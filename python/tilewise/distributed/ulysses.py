@@ -65,24 +65,18 @@ class HeadPlan(NamedTuple):
 
     heads: tuple[tuple[Heads, ...], ...]
     total: int  # how many different heads there are
+    # How many consecutive heads each rank has in each group, if ranks have equally many, each head
+    # is in one place and the groups of a rank are consecutive; else 0.
+    regular: int
+    repeated: bool  # whether a head is in several places
 
-    @property
-    def regular(self) -> int:
-        """How many consecutive heads each rank has in each group if ranks have equally many, each
-        head is in one place and the groups of a rank are consecutive; else 0.
-        """
-        each = len(self.heads[0][0])
-        expected = [
-            tuple(range((rank * len(self.heads) + group) * each,
-                        (rank * len(self.heads) + group + 1) * each))
-            for group in range(len(self.heads)) for rank in range(len(self.heads[0]))
-        ]  # fmt: skip
-        return each if expected == [heads for ranks in self.heads for heads in ranks] else 0
 
-    @property
-    def repeated(self) -> bool:
-        """Whether a head is in several places."""
-        return sum(len(heads) for ranks in self.heads for heads in ranks) > self.total
+def _head_plan(heads: list[tuple[Heads, ...]], total: int) -> HeadPlan:
+    groups, world, each = len(heads), len(heads[0]), len(heads[0][0])
+    flat = [own for ranks in heads for own in ranks]
+    starts = [(rank * groups + group) * each for group in range(groups) for rank in range(world)]
+    regular = flat == [tuple(range(start, start + each)) for start in starts]
+    return HeadPlan(tuple(heads), total, each if regular else 0, sum(map(len, flat)) > total)
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +94,7 @@ def head_plans(heads_q: int, heads_kv: int, world: int, groups: int) -> tuple[He
             kv.append(keys[begin:end])
         cut_q.append(tuple(q))
         cut_kv.append(tuple(kv))
-    return HeadPlan(tuple(cut_q), heads_q), HeadPlan(tuple(cut_kv), heads_kv)
+    return _head_plan(cut_q, heads_q), _head_plan(cut_kv, heads_kv)
 
 
 def views_of(x: Tensor, plan: HeadPlan, group: int) -> list[Tensor]:
