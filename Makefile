@@ -8,6 +8,7 @@
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
 #   WHEELS=DIR          packages that `make gpu-check` lacks for real models: tools/requirements-gpu-models.txt
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
+#   LONG_FLAGS=FLAGS    of `make demo-distributed` (`python examples/train_long.py --help`)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -115,6 +116,11 @@ demo: $(VENV)/.installed ## checks exactness, trains a small GPT on real text, p
 	@tools/setup.sh language-model $(VENV) || true # the demo says what is missing
 	@$(say) "demo"
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
+
+.PHONY: demo-distributed
+demo-distributed: $(VENV)/.installed ## trains on one long sequence cut over GPUs, or over 2 processes (3 minutes)
+	@$(say) "demo: one sequence on several ranks"
+	@$(python) examples/train_long.py $(if $(TEXT),--text "$(TEXT)") $(LONG_FLAGS)
 
 .PHONY: bench-cpu
 bench-cpu: $(VENV)/.installed ## compares with torch's attention on these cores

@@ -3,6 +3,7 @@ forms of the arguments."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -408,3 +409,15 @@ def test_the_example_trains_as_one_process_does():
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "largest difference" in result.stdout and "on 2 ranks" in result.stdout
+
+
+def test_the_long_example_trains(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("\n".join(f"line {i % 7} of a text" for i in range(2000)))
+    command = [sys.executable, str(EXAMPLE.parent / "train_long.py"), "--ranks", "2", "--tokens",
+               "203", "--steps", "3", "--text", str(text), "--out", str(tmp_path)]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "step 3/3: loss" in result.stdout and "tokens/s" in result.stdout
+    record = json.loads((tmp_path / "long.json").read_text())
+    assert record["ranks"] == 2 and len(record["steps"]) == 3
