@@ -81,16 +81,16 @@ struct Call {
   float scale = 0;
 
   explicit Call(uint32_t seed, Limits wanted = {}) : random{std::mt19937(seed)}, limits(wanted) {
-    sizes();
-    sequences();
-    tensors();
-    options();
-    gradients();
+    draw_sizes();
+    draw_sequences();
+    draw_tensors();
+    draw_options();
+    draw_gradients();
   }
 
   bool paged() const { return p.block_table != nullptr; }
 
-  void sizes() {
+  void draw_sizes() {
     p.struct_size = sizeof(p);
     g.struct_size = sizeof(g);
     p.dtype = Type<T>::kDtype;
@@ -124,7 +124,7 @@ struct Call {
     return to.data();
   }
 
-  void sequences() {
+  void draw_sequences() {
     if (random.coin()) {
       cu_q = running_sum(p.seqlen_q);
       p.cu_seqlens_q = cu_q.data();
@@ -135,7 +135,7 @@ struct Call {
           used_q, [&](int64_t b) { return random.between(0, tilewise::query_rows(p, b).size()); });
     switch (random.between(0, 3)) {
       case 0:
-        pages();
+        draw_pages();
         break;
       case 1:
         p.kv_batch = p.batch + random.between(1, 2);
@@ -159,7 +159,7 @@ struct Call {
       p.leftpad_k = entries(leftpad, [&](int64_t b) { return random.between(0, capacity(b)); });
   }
 
-  void pages() {
+  void draw_pages() {
     p.page_size = random.pick<int64_t>({1, 3, 16});
     p.block_table_width = p.seqlen_k / p.page_size + 1;
     p.block_table_stride = p.block_table_width + random.between(0, 2);
@@ -189,13 +189,14 @@ struct Call {
                 kNaN);
   }
 
-  void noise(T* row, int64_t stride_head, int64_t heads, int64_t columns) {
+  // Fills a row of all heads with normal numbers.
+  void fill_row(T* row, int64_t stride_head, int64_t heads, int64_t columns) {
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t c = 0; c < columns; ++c)
         row[h * stride_head + c] = from_float<T>(random.normal());
   }
 
-  void tensors() {
+  void draw_tensors() {
     p.q = rows_view(q, p.head_dim, kNaN);
     p.k = keys_view(k, p.head_dim);
     p.v = keys_view(v, p.head_dim_v);
@@ -204,12 +205,13 @@ struct Call {
     for (int64_t b = 0; b < p.batch; ++b) {
       const Sequence s = tilewise::sequence_of(p, b);
       for (int64_t i = 0; i < s.band.rows; ++i) {
-        noise(q.data() + s.row_offset(p.q, i), p.q.stride_head, p.heads_q, p.head_dim);
-        noise(dout.data() + s.row_offset(g.dout, i), g.dout.stride_head, p.heads_q, p.head_dim_v);
+        fill_row(q.data() + s.row_offset(p.q, i), p.q.stride_head, p.heads_q, p.head_dim);
+        fill_row(dout.data() + s.row_offset(g.dout, i), g.dout.stride_head, p.heads_q,
+                 p.head_dim_v);
       }
       for (int64_t j = 0; j < s.band.keys; ++j) {
-        noise(k.data() + s.kv.offset(p.k, j), p.k.stride_head, p.heads_kv, p.head_dim);
-        noise(v.data() + s.kv.offset(p.v, j), p.v.stride_head, p.heads_kv, p.head_dim_v);
+        fill_row(k.data() + s.kv.offset(p.k, j), p.k.stride_head, p.heads_kv, p.head_dim);
+        fill_row(v.data() + s.kv.offset(p.v, j), p.v.stride_head, p.heads_kv, p.head_dim_v);
       }
     }
     p.lse_stride_head = p.seqlen_q + random.between(0, 3);
@@ -228,7 +230,7 @@ struct Call {
     return values;
   }
 
-  void options() {
+  void draw_options() {
     scale = random.pick({1.0f, -1.0f}) / std::sqrt(static_cast<float>(p.head_dim));
     p.scale = scale;
     if (random.rarely()) p.scale_ptr = &scale;
@@ -283,7 +285,7 @@ struct Call {
     g.dbias = dbias.data();
   }
 
-  void gradients() {
+  void draw_gradients() {
     g.dq = rows_view(dq, p.head_dim, kNaN);
     const bool per_sequence = paged() || p.kv_batch_idx != nullptr;
     const bool varlen = !per_sequence && p.cu_seqlens_k != nullptr;

@@ -24,11 +24,11 @@ std::string cpu_sentence(const tilewise::Problem& p) {
   return "";
 }
 
-std::string gpu_sentence(const tilewise::Problem& p, const tilewise::Gradients* g = nullptr) {
+std::string gpu_sentence(const tilewise::Request& request) {
   tilewise::IndexFault report;
   std::memset(static_cast<void*>(&report), 0x5a, sizeof(report));
   try {
-    tilewise::cuda::check_entries(p, g, &report);
+    tilewise::cuda::check_entries(request, &report);
   } catch (const tilewise::cuda::InvalidArgument& argument) {
     return argument.what();
   }
@@ -188,14 +188,14 @@ TEST(CommonCheck, ExtentOfDbias) {
   g.dbias_stride_row = 10;
   g.dbias_keys = 7;
   g.dbias_rows = 6;
-  EXPECT_EQ(gpu_sentence(p, &g), "");
+  EXPECT_EQ(gpu_sentence({p, g}), "");
   g.dbias_rows = 5;
-  EXPECT_EQ(gpu_sentence(p, &g),
+  EXPECT_EQ(gpu_sentence({p, g}),
             "dbias_rows is 5: sequence 1 has 6 rows, so it must be at least that");
   g.dbias_stride_row = 0;
-  EXPECT_EQ(gpu_sentence(p, &g), "");
+  EXPECT_EQ(gpu_sentence({p, g}), "");
   g.dbias_keys = 6;
-  EXPECT_EQ(gpu_sentence(p, &g),
+  EXPECT_EQ(gpu_sentence({p, g}),
             "dbias_keys is 6: sequence 0 has 7 keys, so it must be at least that");
 }
 

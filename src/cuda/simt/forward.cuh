@@ -47,8 +47,8 @@ struct Forward {
     }
   }
 
-  // Turns products into scores in natural units, rounded to fp32 as in the backward. `masked` tells
-  // that some pairs of row and key may be masked: their scores become -inf.
+  // Turns products into scores in natural units, rounded to fp32 as in the backward. The scores of
+  // masked pairs become -inf; with `masked` there may be some (Step).
   TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool masked) const {
     if (!general) {
       const float scale = shared().score_mod.score.scale;

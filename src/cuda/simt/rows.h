@@ -203,7 +203,9 @@ struct ThreadWeights {
 // One step of a walk: the rows of the tile and kTile keys.
 struct Step {
   int64_t first_key;  // a multiple of kTile
-  bool masked;        // some pairs may be masked: by the band, the lengths or a bias of -inf
+  // Some pairs of row and key may be masked, by the band, the lengths or a bias of -inf. Always
+  // true for the general form.
+  bool masked;
 
   TILEWISE_DEVICE static Step of(const Problem& p, int64_t first_key) {
     const RowTile& tile = shared().tile;

@@ -48,8 +48,8 @@ class NanRecompute {
 
   TILEWISE_DEVICE void run(int32_t last) {
 #pragma unroll 1
-    for (int32_t at = last; at != kNone;) {
-      work_tile_ = QueryTile::of(params_, params_.order.at(at), C::kForward.keys);
+    for (int32_t index = last; index != kNone;) {
+      work_tile_ = QueryTile::of(params_, params_.order.at(index), C::kForward.keys);
       k_ = head_of(p_.k);
       v_ = head_of(p_.v);
       const int32_t end = min(kRows * warp_ + kRows, work_tile_.rows.count);
@@ -59,7 +59,7 @@ class NanRecompute {
         find_contaminated();
         if (contaminated_ != 0) compute();
       }
-      at = uniform(params_.recompute_list[list_index(at, warp_)]);
+      index = uniform(params_.recompute_list[list_index(index, warp_)]);
     }
   }
 
