@@ -2,6 +2,8 @@
 """The ledger of the CUDA kernels: registers, stack, shared memory and code size of each.
 
   python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
+  python tools/cuda_ledger.py build/libtilewise.so --part    writes the rows of the units in it, and
+                                                             keeps all other rows
   python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
   python tools/cuda_ledger.py build/libtilewise.so --check --part   compares only the units in the
                                                                     library
@@ -359,8 +361,13 @@ def compile_times(log: str) -> list[str]:
     ]  # fmt: skip
 
 
-def text_of(ledger: Ledger, nvcc: str, library_bytes: int, families: Families) -> str:
-    """The text of the ledger file."""
+def of_library(library_bytes: int, families: Families) -> list[str]:
+    """The lines about the whole library."""
+    return [f"library {library_bytes} bytes", *of_families(families)]
+
+
+def text_of(ledger: Ledger, nvcc: str, of_whole: Sequence[str]) -> str:
+    """The text of the ledger file. `of_whole`: the lines about the whole library."""
     rows = [list(HEAD)]
     for key in sorted(ledger):
         cost = ledger[key]
@@ -372,8 +379,7 @@ def text_of(ledger: Ledger, nvcc: str, library_bytes: int, families: Families) -
         "# stack, shared (static) and code in bytes; R2UR, WARPSYNC: in a main loop of wgmma;",
         "# sm: the GPU that the machine code is for.",
         f"# nvcc {nvcc}",
-        f"# library {library_bytes} bytes",
-        *(f"# {line}" for line in of_families(families)),
+        *(f"# {line}" for line in of_whole),
     ]
     for row in rows:
         left = (cell.ljust(w) for cell, w in zip(row[:7], widths[:7], strict=True))
@@ -401,6 +407,22 @@ def parse_text(text: str) -> tuple[Ledger, str]:
         numbers: list[Any] = [None if x == "-" else int(x) for x in cells[7:]]
         ledger[key] = Cost(*numbers)
     return ledger, nvcc
+
+
+def with_part(now: Ledger, nvcc: str, text: str) -> str:
+    """The text of a ledger file in which the units of `now` are replaced. The lines about the whole
+    library stay as they are.
+
+    Raises:
+        LedgerError: The file is of another compiler.
+    """
+    before, their_nvcc = parse_text(text)
+    if their_nvcc != nvcc:
+        raise LedgerError(f"the ledger is of nvcc {their_nvcc}, but this is nvcc {nvcc}")
+    units = {key.unit() for key in now}
+    kept = {key: cost for key, cost in before.items() if key.unit() not in units}
+    of_whole = re.findall(r"^# ((?:library|\w+:) .* bytes\b.*)$", text, re.MULTILINE)
+    return text_of({**kept, **now}, nvcc, of_whole)
 
 
 def spilling(ledger: Ledger) -> list[tuple[Key, Cost]]:
@@ -468,7 +490,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join([*of_families(families), *times]))
     if not options.check:
         options.ledger.parent.mkdir(parents=True, exist_ok=True)
-        options.ledger.write_text(text_of(now, nvcc, size, families))
+        try:
+            text = (
+                with_part(now, nvcc, options.ledger.read_text())
+                if options.part
+                else text_of(now, nvcc, of_library(size, families))
+            )
+        except (LedgerError, OSError) as error:
+            print(f"cuda_ledger: {error}", file=sys.stderr)
+            return 2
+        options.ledger.write_text(text)
         spills = len(spilling(now))
         print(f"{len(now)} kernels in {options.ledger}, {spills} plain ones use the stack")
         return 0

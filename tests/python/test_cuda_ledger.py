@@ -9,6 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import pytest
+
 import cuda_ledger as tool
 import ptxas_notices
 from kernels_hash import kernels_hash
@@ -81,10 +83,10 @@ def test_resource_usage_is_read_per_architecture():
 
 
 def test_ledger_file_round_trip():
-    text = tool.text_of(ledger(), "13.0", 123, FAMILIES)
+    text = tool.text_of(ledger(), "13.0", tool.of_library(123, FAMILIES))
     assert tool.parse_text(text) == (ledger(), "13.0")
     assert text == tool.text_of(
-        dict(reversed(ledger().items())), "13.0", 123, FAMILIES
+        dict(reversed(ledger().items())), "13.0", tool.of_library(123, FAMILIES)
     )  # the order is stable
 
 
@@ -118,7 +120,10 @@ def test_main_loop_counts_are_compared_where_both_exist():
     assert tool.differences(now, before) == []
     before[key] = replace(before[key], r2ur=4, warpsync=0)
     assert tool.differences(now, before) == [f"{key}: r2ur 4 -> 5"]
-    assert tool.parse_text(tool.text_of(now, "13.0", 123, FAMILIES)) == (now, "13.0")
+    assert tool.parse_text(tool.text_of(now, "13.0", tool.of_library(123, FAMILIES))) == (
+        now,
+        "13.0",
+    )
 
 
 def test_differences_are_found():
@@ -132,6 +137,18 @@ def test_differences_are_found():
     del now[key]
     assert tool.differences(now, before) == [f"{key}: gone"]
     assert tool.differences(before, now) == [f"{key}: new"]
+
+
+def test_a_part_replaces_its_units_and_keeps_the_rest():
+    whole = tool.text_of(ledger(), "13.0", tool.of_library(123, FAMILIES))
+    some = {tool.key_of(FORWARD, 90): tool.Cost(160, 0, 1024, 9000)}
+    text = tool.with_part(some, "13.0", whole)
+    assert tool.parse_text(text) == (ledger() | some, "13.0")
+    assert [x for x in text.splitlines() if x not in whole.splitlines()] == [
+        x for x in text.splitlines() if "160" in x
+    ]
+    with pytest.raises(tool.LedgerError, match="this is nvcc 12"):
+        tool.with_part(some, "12.9", whole)
 
 
 def test_architectures_missing_from_the_build_are_ignored():
@@ -160,7 +177,7 @@ def test_fast_path_stack_growth_and_a_large_library_are_faults():
     less = {key: replace(now[key], stack=15)}
     assert tool.faults(now, less, 1, {}) == spilled
     assert tool.faults(now, {key: now[key]}, 1, {}) == []
-    assert f"{key}: 16 bytes" in tool.text_of(now, "13", 1, {})
+    assert f"{key}: 16 bytes" in tool.text_of(now, "13", tool.of_library(1, {}))
 
 
 def test_family_has_a_size_limit():
@@ -168,7 +185,9 @@ def test_family_has_a_size_limit():
     wrong = ["wgmma has 8000000 bytes of the library, allowed are 7999999"]
     assert tool.faults(ledger(), ledger(), 1, large) == wrong
     line = "wgmma: 12 files of machine code, 13000000 bytes, 7999999 inside the library"
-    assert f"# {line} (allowed are 7999999)\n" in tool.text_of(ledger(), "13", 1, FAMILIES)
+    assert f"# {line} (allowed are 7999999)\n" in tool.text_of(
+        ledger(), "13", tool.of_library(1, FAMILIES)
+    )
 
 
 def elf(*sections: tuple[str, bytes]) -> bytes:
@@ -275,7 +294,7 @@ def test_code_hash_ignores_comments_and_layout(tmp_path):
 def test_hash_of_the_kernels_ignores_names_and_follows_machine_code(tmp_path):
     def hashed(kernels):
         path = tmp_path / "ledger.txt"
-        path.write_text(tool.text_of(kernels, "13.0.88", 1000, FAMILIES))
+        path.write_text(tool.text_of(kernels, "13.0.88", tool.of_library(1000, FAMILIES)))
         return kernels_hash(path)
 
     kernels = ledger()
