@@ -52,9 +52,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if options.threads < 0:
-        parser.error(f"--threads is {options.threads}, must be at least 1 (or 0: all cores)")
+        parser.error(f"--threads is {options.threads}, but must be at least 1 (or 0: all cores)")
     if options.seconds is not None and not 0 < options.seconds <= 600:
-        parser.error(f"--seconds is {options.seconds}, must be above 0 and at most 600")
+        parser.error(f"--seconds is {options.seconds}, but must be above 0 and at most 600")
     if options.seconds is None:
         options.seconds = 0.3 if options.quick else 1.0
     return options

@@ -67,9 +67,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=gpu_cases.TOKENS, help="rows of q in all sequences together")
     options = gpu_arguments.parsed(parser, arguments)
     if options.tokens < 1:
-        parser.error(f"--tokens is {options.tokens}, must be at least 1")
+        parser.error(f"--tokens is {options.tokens}, but must be at least 1")
     if options.back_to_back < 0:
-        parser.error(f"--back-to-back is {options.back_to_back}, must be 0 (alternating) or more")
+        parser.error(
+            f"--back-to-back is {options.back_to_back}, but must be 0 (alternating) or more"
+        )
     wanted = options.peers.split(",") if options.peers else peers()
     unknown = [n for n in wanted if n not in peers()]
     if unknown:

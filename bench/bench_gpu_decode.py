@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = gpu_arguments.parsed(parser, arguments)
     if not options.most_gb > 0:
-        parser.error(f"--most-gb is {options.most_gb:g}, must be more than 0")
+        parser.error(f"--most-gb is {options.most_gb:g}, but must be more than 0")
     return options
 
 

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given[:end])
     options.rest = given[end + 1 :]
     if not 1 <= options.turns <= 100:
-        parser.error(f"--turns is {options.turns}, must be 1 to 100")
+        parser.error(f"--turns is {options.turns}, but must be 1 to 100")
     for build in BUILDS:
         if not (getattr(options, build) / "libtilewise.so").exists():
             parser.error(f"{build.upper()} is {getattr(options, build)}: no libtilewise.so in it")

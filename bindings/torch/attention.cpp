@@ -22,7 +22,8 @@ void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attentio
   a.bias_stride_row = stride_of(bias, 2);
   a.bias_dtype = element_type(bias, "bias");
   if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype)
-    invalid("bias has a dtype other than float32 and the dtype of q");
+    invalid("bias has torch scalar type " + std::to_string(dtype_of(bias)) +
+            ", but must be float32 or the dtype of q");
 }
 
 void describe_alibi(const Tensor& slopes, const Problem& problem, tilewise_attention& a) {

@@ -8,7 +8,7 @@ namespace {
 constexpr int kBanks = 32;
 constexpr int kBankBytes = 4;
 
-// Number of wavefronts that accesses take which would fit into one if there were no conflicts.
+// The number of wavefronts of accesses that would take a single one without conflicts.
 int64_t wavefronts(const Access* begin, const Access* end) {
   std::array<std::vector<uint32_t>, kBanks> words;
   size_t most = 1;

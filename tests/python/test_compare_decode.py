@@ -58,7 +58,7 @@ def test_builds_alternate(builds, monkeypatch, capsys):
 def test_invalid_arguments_are_refused(builds, capsys):
     folders = [str(builds / "old"), str(builds / "new")]
     for wrong, said in (
-        ([*folders, "--turns", "0"], "--turns is 0, must be 1 to 100"),
+        ([*folders, "--turns", "0"], "--turns is 0, but must be 1 to 100"),
         ([folders[0], str(builds)], f"NEW is {builds}: no libtilewise.so in it"),
     ):
         with pytest.raises(SystemExit):

@@ -300,7 +300,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
 def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
-    """Bitwise, when both are split alike; block table entries without keys in use are ignored."""
+    """Bitwise, if both are split in the same way; block table entries without keys in use are
+    ignored."""
     room = -(-300 // page_size) * page_size
     contiguous = Case(
         dtype="bf16", keys=(room,) * 3, used_k=(300, 41, 197), head_dim=head_dim[0],
@@ -321,7 +322,7 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
         entries[-(-contiguous.used_k[i] // page_size) :] = 2**30
     plan = capi.plan(b.attention)
     assert b"mma_sync" not in plan.kernel or f"{form(b, plan)} form".encode() in plan.why
-    if cut(plan) != cut(capi.plan(want.attention)):
+    if splitting_of(plan) != splitting_of(capi.plan(want.attention)):
         want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]
     for here, there in zip(b.sequences, want.sequences, strict=True):
@@ -329,7 +330,7 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
     assert np.array_equal(results[0].lse, results[1].lse)
 
 
-def cut(plan):
+def splitting_of(plan):
     """How the keys are split, in the planner's words."""
     return re.findall(rb"\d+ key splits|in \d+ chunks", plan.why)
 

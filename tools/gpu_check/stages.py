@@ -21,8 +21,8 @@ from .sanitizer import sanitizer
 from .setup import FORCED, Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
-# Random problems per dtype: forced, native. In total 12,000, over any kernels in three dtypes and,
-# where it exists, over wgmma in two.
+# Random problems per dtype, with a forced tile table and with the GPU's own choice. The latter are
+# 12,000 in total: those of three dtypes over any kernels and, on Hopper, of two dtypes over wgmma.
 RANDOM = ("160", "2400")
 # Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
 # with the oracle or its sums from run to run. Other tests do not depend on the table.

@@ -8,8 +8,8 @@
 //   p           = 2^((s - m) c)   m and l kept per row (SoftmaxScaling)
 //   o[row]     += p v
 //
-// The time is that of reading K and V. Both are therefore read once, from where they lie, without
-// packing and in memory order: a few keys of every head of the work item at a time. q, s, p and o
+// The time is that of reading K and V. Both are therefore read once, in place, without packing
+// and in memory order: a few keys of every head of the work item at a time. q, s, p and o
 // live in scratch memory and stay in the cache. In the softmax the vectors run along keys;
 // decode_dots.h and decode_tiles.h say how the products use them.
 #pragma once
@@ -330,8 +330,8 @@ struct Decode : DecodeScratch {
   }
 };
 
-// Computes as many heads at once as the scratch memory has rows for. Float8 rows are read from
-// where they lie if the vector products can take all query rows; otherwise they are first converted
+// Computes as many heads at once as the scratch memory has rows for. Float8 rows are read in
+// place if the vector products can take all query rows; otherwise they are first converted
 // to the dtype of q, one head at a time.
 template <class T, class Products, Isa kIsa>
 void decode_item(const ForwardTask& task, Arena scratch) {
