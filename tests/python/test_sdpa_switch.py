@@ -80,9 +80,9 @@ def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
         return [out.detach(), *torch.autograd.grad(out, wide, weights.double())]
 
 
-def assert_as_good(ours: list[Tensor], torchs: list[Tensor], truth: list[Tensor]) -> None:
+def assert_as_good(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor]) -> None:
     """At most twice PyTorch's own error (gradients: three times), plus a few roundings."""
-    for i, (given, other, right) in enumerate(zip(ours, torchs, truth, strict=True)):
+    for i, (given, other, right) in enumerate(zip(ours, theirs, truth, strict=True)):
         floor = 4 * torch.finfo(given.dtype).eps * float(right.abs().max())
         bound = (3.0 if i else 2.0) * float((other.cpu().double() - right).abs().max()) + floor
         assert float((given.cpu().double() - right).abs().max()) <= bound
@@ -95,19 +95,19 @@ def test_results_equal_those_of_pytorch(
     options: dict[str, Any], by_rows: bool, calls: list[str], request: pytest.FixtureRequest
 ) -> None:
     tensors = inputs(by_rows=by_rows)
-    torchs = results(tensors, **options)
+    theirs = results(tensors, **options)
     assert not calls
     request.getfixturevalue("active")
     ours = results(tensors, **options)
     assert calls == ["forward", "backward"]
-    assert_as_good(ours, torchs, exact(tensors, **options))
+    assert_as_good(ours, theirs, exact(tensors, **options))
 
 
 def test_grouped_heads(calls: list[str], request: pytest.FixtureRequest) -> None:
     tensors = inputs(heads_kv=2)
-    torchs = results(tensors, enable_gqa=True)
+    theirs = results(tensors, enable_gqa=True)
     request.getfixturevalue("active")
-    assert_as_good(results(tensors, enable_gqa=True), torchs, exact(tensors, enable_gqa=True))
+    assert_as_good(results(tensors, enable_gqa=True), theirs, exact(tensors, enable_gqa=True))
     assert calls == ["forward", "backward"]
 
 
@@ -117,9 +117,9 @@ def test_causality_is_aligned_top_left(
     rows: int, keys: int, calls: list[str], request: pytest.FixtureRequest
 ) -> None:
     tensors = inputs(rows, keys)
-    torchs = results(tensors, is_causal=True)
+    theirs = results(tensors, is_causal=True)
     request.getfixturevalue("active")
-    assert_as_good(results(tensors, is_causal=True), torchs, exact(tensors, is_causal=True))
+    assert_as_good(results(tensors, is_causal=True), theirs, exact(tensors, is_causal=True))
     assert calls == ["forward", "backward"]
 
 
@@ -132,9 +132,9 @@ def test_masks(kind: str, calls: list[str], request: pytest.FixtureRequest) -> N
     if kind == "float":
         mask = torch.randn(shape)
     tensors = inputs()
-    torchs = results(tensors, attn_mask=mask)
+    theirs = results(tensors, attn_mask=mask)
     request.getfixturevalue("active")
-    assert_as_good(results(tensors, attn_mask=mask), torchs, exact(tensors, attn_mask=mask))
+    assert_as_good(results(tensors, attn_mask=mask), theirs, exact(tensors, attn_mask=mask))
     assert calls == ["forward", "backward"]
 
 

@@ -93,8 +93,9 @@ class Service:
     def close(self, seconds: float = 30.0) -> None:
         """Accepts no more requests, lets those in flight finish, and ends the thread.
 
-        Requests that are still in flight after `seconds` are cancelled. A step that has still
-        not returned after the same time once more is abandoned, and an error is logged.
+        Requests that are still in flight after `seconds` are cancelled. If the current step has
+        still not returned after as many seconds more (at least one), the thread is left running
+        and an error is logged.
         """
         with self._wake:
             self._open, self._ended = False, self._ended or "the service is shutting down"
