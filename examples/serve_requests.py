@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
 # these fields one of the listed values. An empty tuple means that every value has an effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "repetition_penalty": (1,),
-    "logprobs": (False,), "prompt_logprobs": (),  # 0 requests those of the tokens themselves
+    "logprobs": (False,), "prompt_logprobs": (),  # even 0 asks for those of the prompt
     "tool_choice": ("none",), "function_call": ("none",), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
     "web_search_options": (),  # an empty object requests a search with all defaults
@@ -67,7 +67,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return json.loads(body, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(None, f"body is not JSON, but must be: {error}") from error
+        raise RefusedError(None, f"body must be JSON: {error}") from error
 
 
 class Fields:

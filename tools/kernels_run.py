@@ -100,6 +100,7 @@ def of_result(result: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Ker
     if "launched" in tests:
         yield from (tuple(line.split()) for line in tests["launched"])
         return
+    # Reports are named "native", or "forced-80" where the tables of another GPU were forced.
     passed = {
         name.removeprefix("forced-")
         for name, report in tests.items()

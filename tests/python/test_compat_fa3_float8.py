@@ -18,7 +18,9 @@ def key_starts():
 
 
 def fp8_inputs(way: str):
-    """FlashAttention-3's function as a call of (q, k, v, **options): batch 3, 2 key heads."""
+    """A function of FlashAttention-3 as a call of (q, k, v, **options), and q, k and v for it: 3
+    sequences, 2 key heads.
+    """
     q, k, v = inputs(3, 5, 12)
     if way == "varlen":
         q, k, v = (x[0] for x in inputs(1, 20, 40))

@@ -292,10 +292,10 @@ def test_unknown_path_or_method_gets_an_error_object(client, method, path, statu
 @pytest.mark.parametrize(
     ("kind", "text", "sentence"),
     [
-        ("application/json", b'{"prompt": "a"', "body is not JSON, but must be: "),
-        ("application/json", b"", "body is not JSON, but must be: "),
-        ("application/json", b"\xff", "body is not JSON, but must be: "),
-        ("application/json", b"[" * 10**5, "body is not JSON, but must be: "),
+        ("application/json", b'{"prompt": "a"', "body must be JSON: "),
+        ("application/json", b"", "body must be JSON: "),
+        ("application/json", b"\xff", "body must be JSON: "),
+        ("application/json", b"[" * 10**5, "body must be JSON: "),
         ("text/plain", b'{"prompt": "a"}', "content-type is 'text/plain', but must be application"),
         ("application/json; charset=utf-8", b'{"prompt": "a", "max_tokens": 1}', ""),
     ],
