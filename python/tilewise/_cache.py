@@ -102,7 +102,9 @@ def check_new(new: NewKeys) -> bool:
             missing = second if given[0] else first
             raise ValueError(f"{missing} is None, but {first} and {second} must be given together")
     if new.k is None and new.rotary_cos is not None:
-        raise ValueError("rotary_cos is given without k, but rotates only q and new keys")
+        raise ValueError(
+            "rotary_cos is given, but k is None: q is rotated only together with new keys"
+        )
     for name, value, needed, given_needed in (
         ("rotary_seqlens", new.rotary_lengths, "rotary_cos", new.rotary_cos),
         ("cu_seqlens_k_new", new.cu_seqlens, "k", new.k),
@@ -163,7 +165,8 @@ class Entries(NamedTuple):
 
 def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}, but must be from {low} to {high}: {what}")
+        allowed = str(low) if low == high else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value}, but must be {allowed}: {what}")
 
 
 class _Pages:
@@ -236,6 +239,10 @@ def check_entries(e: Entries) -> None:
                 "key must go to a row of its own"
             )
     for b, (length, appended) in enumerate(zip(e.lengths, e.appended, strict=True)):
+        if appended > e.capacity:
+            raise ValueError(
+                f"sequence {b} has {appended} new keys, but the cache holds {e.capacity}"
+            )
         room = f"with {appended} new keys, the cache holds {e.capacity}"
         _entry(f"cache_seqlens[{b}]", length, 0, e.capacity - appended, room)
         padding = e.leftpad[b] if e.leftpad else 0

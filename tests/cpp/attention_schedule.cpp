@@ -128,14 +128,14 @@ TEST(ChunkSchedule, ShortSequencesCountAsUniformLonger) {
 TEST(ChunkSchedule, UniformLengthsGetTheRequestedChunks) {
   for (const int32_t chunks : {1, 2, 7}) {
     const ChunkSchedule schedule{16 * 8, chunks, 64};
-    Lengths some{std::vector<int32_t>(16, 8192)};
-    EXPECT_EQ(some.chunk_size(schedule), (8192 / 64 + chunks - 1) / chunks * 64);
-    some.keys[3] = 6000;
-    some.keys[7] = 9900;
-    EXPECT_LE(some.chunks(some.chunk_size(schedule)), 16 * chunks);
-    EXPECT_GE(some.chunks(some.chunk_size(schedule)), 12 * chunks);
-    some.keys[7] = 30000;
-    EXPECT_GT(some.chunks(some.chunk_size(schedule)), 100);
+    Lengths lengths{std::vector<int32_t>(16, 8192)};
+    EXPECT_EQ(lengths.chunk_size(schedule), (8192 / 64 + chunks - 1) / chunks * 64);
+    lengths.keys[3] = 6000;
+    lengths.keys[7] = 9900;
+    EXPECT_LE(lengths.chunks(lengths.chunk_size(schedule)), 16 * chunks);
+    EXPECT_GE(lengths.chunks(lengths.chunk_size(schedule)), 12 * chunks);
+    lengths.keys[7] = 30000;
+    EXPECT_GT(lengths.chunks(lengths.chunk_size(schedule)), 100);
   }
 }
 

@@ -131,14 +131,15 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   Problem p = problem(TILEWISE_BFLOAT16, 4, 1, 65536, 8);
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
-  const cuda::Plan some = forward(p, device);
-  EXPECT_EQ(some.chunks.max_chunks, (2 * sms - 1) / 8);  // two waves: one more than the tiles need
-  EXPECT_EQ(some.chunks.chunks_if_uniform, 4);
-  EXPECT_EQ(some.blocks, some.chunks.max_chunks * 8);
-  EXPECT_EQ(some.splits, 1);
-  const int64_t partial = some.blocks * 129 * 4;
-  EXPECT_GE(some.workspace_bytes, partial);
-  EXPECT_LE(some.workspace_bytes, partial + 256);
+  const cuda::Plan chunked = forward(p, device);
+  // Two waves: one more than the tiles need.
+  EXPECT_EQ(chunked.chunks.max_chunks, (2 * sms - 1) / 8);
+  EXPECT_EQ(chunked.chunks.chunks_if_uniform, 4);
+  EXPECT_EQ(chunked.blocks, chunked.chunks.max_chunks * 8);
+  EXPECT_EQ(chunked.splits, 1);
+  const int64_t partial = chunked.blocks * 129 * 4;
+  EXPECT_GE(chunked.workspace_bytes, partial);
+  EXPECT_LE(chunked.workspace_bytes, partial + 256);
   const Decision decision = plan(p, device);
   const std::string text = explain(decision, p, device);
   EXPECT_NE(text.find("keys of the batch in 32 chunks"), std::string::npos) << text;
@@ -173,11 +174,11 @@ TEST(PlannerCudaSplits, DeviceLengthsAreSplitByARule) {
   const int32_t lengths = 0;
   Problem p = problem(TILEWISE_FLOAT32, 4, 1, 65536, 8);
   p.seqused_k = &lengths;
-  const cuda::Plan some = forward(p, device);
-  EXPECT_FALSE(some.chunks.any());
-  EXPECT_EQ(some.split_rule.splits(1, 65536), 2 * device.gpu.sm_count / (4 * 8));
-  EXPECT_EQ(some.split_rule.splits(1, 100), 1);
-  EXPECT_EQ(some.split_rule.splits(1, 65536), some.splits);
+  const cuda::Plan by_rule = forward(p, device);
+  EXPECT_FALSE(by_rule.chunks.any());
+  EXPECT_EQ(by_rule.split_rule.splits(1, 65536), 2 * device.gpu.sm_count / (4 * 8));
+  EXPECT_EQ(by_rule.split_rule.splits(1, 100), 1);
+  EXPECT_EQ(by_rule.split_rule.splits(1, 65536), by_rule.splits);
   p = problem(TILEWISE_BFLOAT16, 64, 1, int64_t{1} << 37, 8);  // a block table may be that large
   p.seqused_k = &lengths;
   EXPECT_FALSE(forward(p, device).chunks.any());

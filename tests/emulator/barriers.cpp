@@ -225,21 +225,21 @@ bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
   Barrier& b = barriers_[static_cast<size_t>(barrier)];
   if (b.arrived == 0) {
     b.threads = threads;
-    b.some = false;
+    b.any = false;
     b.known = block_.clocks().nothing();
   } else if (b.threads != threads) {
     fault(text("%s of barrier %d with %d threads, but others use it with %d", what, barrier,
                threads, b.threads));
   }
   release(b.known);
-  b.some = b.some || x;
+  b.any = b.any || x;
   if (++b.arrived < b.threads) {
     if (!wait) return false;
     b.waiting.push_back(block_.thread());
     block_.wait({Wait::named_barrier, barrier, 0});
     return b.result;
   }
-  b.result = b.some;
+  b.result = b.any;
   for (const int thread : b.waiting) {
     block_.clocks().acquire(thread, b.known);
     block_.wake(thread);

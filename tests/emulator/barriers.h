@@ -80,7 +80,7 @@ class NamedBarriers {
   struct Barrier {
     int threads = 0;
     int arrived = 0;
-    bool some = false;    // any x of the threads that have arrived
+    bool any = false;     // whether any x is set, of the threads that have arrived
     bool result = false;  // the result of the last completed use
     std::vector<int> waiting;
     Clock known;

@@ -37,7 +37,7 @@ def inputs(batch, rows, keys, heads, heads_kv, dim, dtype, dim_v=None, seed=0):
     return [torch.randn(batch, *s, generator=generator).to(dtype) for s in shapes]
 
 
-def band_of(options):
+def for_reference(options):
     """The options of the functions, renamed for the reference."""
     known = dict(options)
     known["window"] = known.pop("window_size", (-1, -1))
@@ -57,7 +57,7 @@ def test_dense(dtype, band, heads_kv, rows, keys):
     options = BANDS[band]
     check_against(
         lambda *x: fa.flash_attn_func(*x, return_attn_probs=True, **options)[:2],
-        lambda *x: reference.attend(*x, **band_of(options)),
+        lambda *x: reference.attend(*x, **for_reference(options)),
         tensors,
         f"{dtype} {band} {heads_kv} {rows}x{keys}",
     )
@@ -87,7 +87,7 @@ def test_score_options(dtype, band, slopes, softcap):
         options["alibi_slopes"] = torch.rand(shape, generator=devices.generator(3)) * 0.3
     check_against(
         lambda *x: fa.flash_attn_func(*x, return_attn_probs=True, **options)[:2],
-        lambda *x: reference.attend(*x, **band_of(options)),
+        lambda *x: reference.attend(*x, **for_reference(options)),
         tensors,
         f"{dtype} {band} slopes {slopes} softcap {softcap}",
     )
@@ -108,7 +108,7 @@ def test_variable_length(dtype, band, heads_kv):
         lambda *x: fa.flash_attn_varlen_func(
             *x, *starts, 17, 33, return_attn_probs=True, **options
         )[:2],
-        lambda *x: reference.attend_varlen(*x, STARTS_Q, STARTS_K, **band_of(options)),
+        lambda *x: reference.attend_varlen(*x, STARTS_Q, STARTS_K, **for_reference(options)),
         [q, k, v],
         f"{dtype} {band} {heads_kv}",
     )
@@ -133,7 +133,7 @@ def test_variable_length_paged(page_size, band):
     out, lse, _ = fa.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 12, 30, block_table=table, return_attn_probs=True, **BANDS[band]
     )
-    options = band_of(BANDS[band])
+    options = for_reference(BANDS[band])
     want = reference.attend_varlen(q, *gathered, starts_q, starts_k, dtype=torch.float64, **options)
     assert_as_good(out, None, want[0], 2, "out")
     assert_as_good(lse, None, want[1], 2, "lse")
@@ -221,7 +221,7 @@ def test_dropout(band, softcap, varlen):
         dtype=torch.float64,
         kept=mask >= 0,
         dropout_p=dropout_p,
-        **band_of(options),
+        **for_reference(options),
     )
     assert_as_good(out, None, exact_out, 2, "out")
     assert_as_good(lse, None, exact_lse, 2, "lse")
@@ -234,7 +234,7 @@ def test_dropout(band, softcap, varlen):
         torch.manual_seed(11)
         return call(*x, *extra, dropout_p, return_attn_probs=True, **options)[:2]
 
-    kept, known = mask >= 0, band_of(options)
+    kept, known = mask >= 0, for_reference(options)
     check_against(
         again,
         lambda *x: wanted(*x, *lengths, kept=kept, dropout_p=dropout_p, **known),

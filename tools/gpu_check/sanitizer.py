@@ -110,8 +110,8 @@ def commands_of(
 
 def only(tool: str, architecture: str) -> str:
     """The substring of the names of the problems that a tool checks."""
-    raced = architecture and (tool == "racecheck" or architecture in FOREIGN)
-    return RACECHECK_DTYPE if raced and tool != "memcheck" else ""
+    limited = architecture and (tool == "racecheck" or architecture in FOREIGN)
+    return RACECHECK_DTYPE if limited and tool != "memcheck" else ""
 
 
 def sanitizer(setup: Setup, limit: float) -> Report:

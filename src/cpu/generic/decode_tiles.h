@@ -166,10 +166,10 @@ struct TileProducts : DotProducts<BFloat16> {
       return;
     }
     prefetcher.prefetch(kGroup);
-    const auto some = [&](int i) {
+    const auto row_or_zeros = [&](int i) {
       return first + i < d.count ? Item::read(v[i] + offset, column, d.p.head_dim_v) : Read{};
     };
-    for (int i = 0; i < kTile; ++i) put(i, some(2 * i), some(2 * i + 1));
+    for (int i = 0; i < kTile; ++i) put(i, row_or_zeros(2 * i), row_or_zeros(2 * i + 1));
   }
 
   template <int R, class Item>
