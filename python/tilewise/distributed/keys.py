@@ -232,7 +232,7 @@ def moved_keys(keys: tuple[Runs, ...], calls: AllCalls) -> list[tuple[int, int]]
 
 
 @lru_cache(maxsize=256)
-def groups_of(heads: int, work: int, least: int, most: int = 8) -> int:
+def groups_of(heads: int, work: int, least: int, most: int = 16) -> int:
     """Into how many groups of equally many heads the heads are cut, of which one is computed while
     the next one travels. `work` is the work of all heads, of which each group has at least `least`.
     """
