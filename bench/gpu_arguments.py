@@ -54,7 +54,7 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> ar
     if options.rounds is not None and not 1 <= options.rounds <= 1000:
         made.error(f"--rounds is {options.rounds}, but must be 1 to 1000")
     if options.time_limit < 0:
-        made.error(f"--time-limit is {options.time_limit}, but must be 0 (none) or more")
+        made.error(f"--time-limit is {options.time_limit}, but must be 0 (no limit) or more")
     options.rounds = options.rounds or (5 if options.quick else 9)
     return options
 

@@ -25,9 +25,13 @@ def main() -> int:
     """Returns 0 if every class has a result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--again", nargs="+", default=(), metavar="STATE")
     parser.add_argument(
-        "--stale", action="store_true", help="also repeat results of other source code"
+        "--again", nargs="+", default=(), metavar="STATE", help="also classes in these states"
+    )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="also classes whose result is from another version of the integration",
     )
     parser.add_argument("--only", nargs="+", metavar="CLASS")
     parser.add_argument("--mappings", nargs="+", metavar="NAME", help="such as BASE CAUSAL_LM")
