@@ -16,18 +16,15 @@ from .._ops import WANT_K, WANT_Q, WANT_V
 from .._options import Options
 from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
-from .keys import Call, KeyPlan, Sums, groups_of, place
+from .keys import TILE_ROWS, Call, KeyPlan, Sums, groups_of, place
 from .layout import length
 from .ranks import Ranks, sum_dtype
-
-# A group of heads has at least this many tiles of 128 rows: about two per SM.
-_TILES, _TILE_ROWS = 256, 128
 
 
 def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: torch.device) -> int:
     """Into how many groups the heads are cut; `rows` are those of the whole sequence."""
-    tiles = rows // (2 * world * _TILE_ROWS) * batch * heads[0]
-    return groups_of(heads[1], tiles, _TILES if device.type == "cuda" else 0)
+    tiles = rows // (2 * world * TILE_ROWS) * batch * heads[0]
+    return groups_of(heads[1], tiles, device)
 
 
 class AllGather:

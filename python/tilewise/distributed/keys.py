@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
+import torch
+
 from .exchange import Piece, Table, table_of
 from .layout import Run, Runs, length
 from .ranks import Ranks
@@ -231,12 +233,18 @@ def moved_keys(keys: tuple[Runs, ...], calls: AllCalls) -> list[tuple[int, int]]
     return result
 
 
-@lru_cache(maxsize=256)
-def groups_of(heads: int, work: int, least: int, most: int = 16) -> int:
+_MOST_GROUPS = {"cuda": 16, "cpu": 4}
+# About two tiles per SM. On a CPU, where any group occupies all cores, groups only save memory.
+_LEAST_TILES = {"cuda": 256, "cpu": 0}
+TILE_ROWS = 128
+
+
+def groups_of(heads: int, tiles: int, device: torch.device) -> int:
     """Into how many groups of equally many heads the heads are cut, of which one is computed while
-    the next one travels. `work` is the work of all heads, of which each group has at least `least`.
+    the next one travels; `tiles` of TILE_ROWS rows are those of all heads.
     """
+    most, least = _MOST_GROUPS[device.type], _LEAST_TILES[device.type]
     for count in range(min(heads, most), 1, -1):
-        if heads % count == 0 and work // count >= least:
+        if heads % count == 0 and tiles // count >= least:
             return count
     return 1

@@ -32,14 +32,11 @@ from .exchange import (
     start,
     table_of,
 )
-from .keys import groups_of
+from .keys import TILE_ROWS, groups_of
 from .layout import Gather, Runs, length
 from .ranks import Ranks, sum_dtype
 
 Heads: TypeAlias = tuple[int, ...]
-
-# A group of heads has at least this many tiles of 128 rows: about two per SM.
-_TILES, _TILE_ROWS = 256, 128
 
 
 def query_heads(heads: int, world: int) -> list[Heads]:
@@ -199,8 +196,8 @@ def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: to
     """Into how many groups the heads of a rank are cut; `rows` are those of the whole sequence."""
     of_ranks = query_heads(heads[0], world)
     most = max(len(key_heads(own, heads[0] // heads[1])) for own in of_ranks)
-    tiles = rows // _TILE_ROWS * batch * max(map(len, of_ranks))
-    return groups_of(most, tiles, _TILES if device.type == "cuda" else 0)
+    tiles = rows // TILE_ROWS * batch * max(map(len, of_ranks))
+    return groups_of(most, tiles, device)
 
 
 class Ulysses:
