@@ -87,13 +87,15 @@ def _named(values: tuple[Tensor, ...], heads_first: bool) -> dict[str, Tensor]:
 
 def _tilewise(case: Case, x: Inputs, tf32: bool = False) -> Call:
     from tilewise import _plain
+    from tilewise._options import WANT_K, WANT_Q, WANT_V
 
     options = (None, -1, 0 if case.causal else -1, False, tf32, False)
     if case.direction == "fwd":
         return lambda: _named(_plain._forward(x.q, x.k, x.v, *options)[:1], False)
     out, lse = _plain._forward(x.q, x.k, x.v, *options)
+    wanted = WANT_Q | WANT_K | WANT_V
     return lambda: _named(
-        _plain._backward(x.dout, None, x.q, x.k, x.v, out, lse, *options, 7), False
+        _plain._backward(x.dout, None, x.q, x.k, x.v, out, lse, *options, wanted), False
     )
 
 

@@ -99,11 +99,11 @@ const Statistics& statistics() {
   return active == nullptr ? none : active->counts();
 }
 
-// 1 while a thread of a grid waits for the grid that runs.
+// 1 while a grid runs for which a thread of another grid waits.
 static thread_local int depth = 0;
 
 void detail::run(const Launch& launch) {
-  // They keep their stacks for the next launch.
+  // Blocks keep their stacks for the next launch.
   static thread_local std::array<std::unique_ptr<Block>, 2> blocks;
   if (active != nullptr && active->running()) fault("a kernel launches a kernel");
   std::unique_ptr<Block>& block = blocks.at(static_cast<size_t>(depth));

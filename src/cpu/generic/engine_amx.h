@@ -85,10 +85,11 @@ struct SplitPairs {
 
   TILEWISE_FN static SplitPairs of(F a, F b) {
     const U rounded = interleave_bf16(a, b);
-    const Split low = Split::of(a, reinterpret_cast<F>(rounded << 16));
-    const Split high = Split::of(b, reinterpret_cast<F>(rounded & 0xffff0000u));
-    if (__builtin_expect(!all_finite(low.low + high.low), 0)) return with_nonfinite(low, high);
-    return {rounded, interleave_bf16(low.low, high.low)};
+    const Split split_a = Split::of(a, reinterpret_cast<F>(rounded << 16));
+    const Split split_b = Split::of(b, reinterpret_cast<F>(rounded & 0xffff0000u));
+    if (__builtin_expect(!all_finite(split_a.low + split_b.low), 0))
+      return with_nonfinite(split_a, split_b);
+    return {rounded, interleave_bf16(split_a.low, split_b.low)};
   }
 
  private:
