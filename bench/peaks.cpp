@@ -234,7 +234,7 @@ int64_t argument(int argc, char** argv, const char* name, int64_t fallback) {
     if (std::strcmp(argv[i], name) == 0) {
       const int64_t value = std::atoll(argv[i + 1]);
       if (value >= 1) return value;
-      std::fprintf(stderr, "peaks: %s is %s, must be at least 1\n", name, argv[i + 1]);
+      std::fprintf(stderr, "peaks: %s is %s, but must be at least 1\n", name, argv[i + 1]);
       std::exit(2);
     }
   }

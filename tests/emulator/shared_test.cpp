@@ -173,8 +173,8 @@ TEST(Races, ReadBeforeTheBarrier) {
   EXPECT_EQ(fault_of(2, 64, 256, [&] { exchange(true); }), "");
   expect_contains(fault_of(2, 64, 256,
                            [&] {
-                             // The bytes that the other warp is going to write have already been
-                             // written.
+                             // Warp 0 has already written what warp 1 reads, but no barrier is
+                             // between.
                              if (ptx::warp_index() == 1) return exchange(false);
                              ptx::st_shared_b32(byte(ptx::thread_index() * 4), 1);
                            }),
