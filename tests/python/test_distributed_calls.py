@@ -322,6 +322,8 @@ def refused(group, kind):
     elif rank == 1:
         if kind == "causal":
             options["causal"] = False
+        elif kind == "transport":
+            os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"] = "copies"
         elif kind == "softcap":
             options["softcap"] = 2.0
         elif kind == "method":
@@ -350,6 +352,8 @@ def refused(group, kind):
         call()
     except (ValueError, TypeError) as error:
         return str(error)
+    finally:
+        os.environ.pop("TILEWISE_DISTRIBUTED_TRANSPORT", None)
     return "no error"
 
 
@@ -359,6 +363,7 @@ REFUSALS = {
     "descale": "k_descale is given, but no method takes float8 keys over several ranks",
     "bias keys": "bias has 12 keys, but must have 1 or the 24 keys of the whole sequence",
     "causal": "window with causal is (-1, -1) on rank 1, but (-1, 0) on rank 0",
+    "transport": "TRANSPORT is copies on rank 1, but messages on rank 0",
     "softcap": "softcap is 2.0 on rank 1, but 0.0 on rank 0",
     "method": "method is 'ulysses' on rank 1, but 'auto' on rank 0",
     "heads": "shape of q is [2, 'rows', 8, 8] on rank 1, but [2, 'rows', 4, 8] on rank 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from .keys import AllCalls
 from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
 from .packed import PackedCut
 from .ranks import Ranks, all_gather, sum_dtype
+from .transport import VARIABLE as TRANSPORT
 
 METHODS = ("ulysses", "allgather")
 BOTH = "ulysses+allgather"  # of a mesh of two dimensions
@@ -278,7 +280,10 @@ def _same(
     given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
              "alibi_slopes": request.alibi_slopes}  # fmt: skip
     rows_at = {"q": 1, "k": 1, "v": 1, "bias": 2}
-    same: dict[str, str] = {"window with causal": str(window), "device": tensors[0].device.type}
+    same: dict[str, str] = {
+        "window with causal": str(window), "device": tensors[0].device.type,
+        TRANSPORT: os.environ.get(TRANSPORT, "messages"),
+    }  # fmt: skip
     for name, x in given.items():
         if x is None:
             same[name] = "None"
