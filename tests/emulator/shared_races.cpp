@@ -43,8 +43,8 @@ void SharedMemory::check_read_race(uint32_t i, const char* what, const Moment& m
   const uint32_t time = write_times_[i];
   if (writer == reader) return;
   // The writing lane may be the one that reads for the whole warp.
-  const bool own = writer == m.thread && time >= m.warp_barrier;
-  if (own ? m.clocks->knows(m.thread, writer, time) : ordered(m, writer, time)) return;
+  const bool by_this_thread = writer == m.thread && time >= m.warp_barrier;
+  if (by_this_thread ? m.clocks->knows(m.thread, writer, time) : ordered(m, writer, time)) return;
   fault(text("race: %s of byte %u of shared memory, which %s wrote with no %s between", what, 2 * i,
              actor_name(writer).c_str(), ordering_instruction(m.thread, writer)));
 }
@@ -104,16 +104,16 @@ void SharedMemory::note_read(HalfWords range, const char* what, const Moment& m,
   } else {
     const auto lanes = static_cast<uint16_t>(kLanesOfWarp + warp_of(m.thread));
     for (uint32_t i = range.begin; i < range.end; ++i) {
-      const uint16_t before = readers_[i];
-      const bool own_warp =
-          before == lanes || (before < kLanesOfWarp && warp_of(before) == warp_of(m.thread));
-      const uint32_t since = own_warp ? m.warp_barrier : m.block_barrier;
-      if (before == reader || read_times_[i] < since) {
+      const uint16_t previous = readers_[i];
+      const bool in_this_warp =
+          previous == lanes || (previous < kLanesOfWarp && warp_of(previous) == warp_of(m.thread));
+      const uint32_t last_barrier = in_this_warp ? m.warp_barrier : m.block_barrier;
+      if (previous == reader || read_times_[i] < last_barrier) {
         readers_[i] = reader;
       } else if (m.clocks->active()) {
         note_many(i, m, reader);
       } else {
-        readers_[i] = own_warp ? lanes : kMany;
+        readers_[i] = in_this_warp ? lanes : kMany;
       }
     }
   }
@@ -150,14 +150,14 @@ void SharedMemory::check_read_before_write(uint32_t i, const char* what, const M
     }
     return;
   }
-  const bool one = reader < kLanesOfWarp;
-  const int warp = one ? warp_of(reader) : reader - kLanesOfWarp;
-  const bool own_warp = warp == warp_of(m.thread);
-  if (own_warp && time < m.warp_barrier) return;
-  if (one ? ordered(m, reader, time) : m.clocks->knows_any_lane(m.thread, warp, time)) return;
+  const bool is_thread = reader < kLanesOfWarp;
+  const int warp = is_thread ? warp_of(reader) : reader - kLanesOfWarp;
+  const bool in_this_warp = warp == warp_of(m.thread);
+  if (in_this_warp && time < m.warp_barrier) return;
+  if (is_thread ? ordered(m, reader, time) : m.clocks->knows_any_lane(m.thread, warp, time)) return;
   fault(text("race: %s of byte %u of shared memory, which %s %d read with no %s between", what,
-             2 * i, one ? "thread" : "warp", one ? reader : warp,
-             own_warp ? "sync_warp" : "sync_block"));
+             2 * i, is_thread ? "thread" : "warp", is_thread ? reader : warp,
+             in_this_warp ? "sync_warp" : "sync_block"));
 }
 
 void SharedMemory::fail_many_readers(uint32_t i, const char* what) const {

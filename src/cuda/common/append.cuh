@@ -95,7 +95,7 @@ struct MoveHeads {
 
   // Calls visit(x of the head, y of the head, i) for i in [0, count) of every head.
   template <class Visit>
-  TILEWISE_DEVICE void each(int64_t count, const Visit& visit) const {
+  TILEWISE_DEVICE void for_each(int64_t count, const Visit& visit) const {
     const auto width = static_cast<uint32_t>(count);
     const auto total = static_cast<uint32_t>(heads) * width;
     for (uint32_t at = static_cast<uint32_t>(ptx::lane_index()); at < total; at += ptx::kWarpSize) {
@@ -109,18 +109,19 @@ struct MoveHeads {
     int64_t whole = 0;
     if (aligned() && begin % kPerVector == 0) {
       whole = (end - begin) / kPerVector;
-      each(whole, [&](const T* from, T* to, int64_t i) {
+      for_each(whole, [&](const T* from, T* to, int64_t i) {
         uint32_t words[4];
         ptx::ld_global_v4_b32(words, from + begin + i * kPerVector);
         ptx::st_global_v4_b32(to + begin + i * kPerVector, words);
       });
     }
     const int64_t rest = begin + whole * kPerVector;
-    each(end - rest, [&](const T* from, T* to, int64_t i) { to[rest + i] = from[rest + i]; });
+    for_each(end - rest, [&](const T* from, T* to, int64_t i) { to[rest + i] = from[rest + i]; });
   }
 
   TILEWISE_DEVICE void fill_with_nan(int64_t count) const {
-    each(count, [](const T*, T* to, int64_t i) { to[i] = rounded<T>(ptx::float_of(0x7fc00000u)); });
+    for_each(count,
+             [](const T*, T* to, int64_t i) { to[i] = rounded<T>(ptx::float_of(0x7fc00000u)); });
   }
 
   TILEWISE_DEVICE static void rotate_pair(float a, float b, float c, float s, float* ya,
@@ -132,7 +133,7 @@ struct MoveHeads {
   // Rotates the pairs (i, i + half).
   TILEWISE_DEVICE void rotate_halves(int64_t half) const {
     if (aligned() && half % kPerVector == 0 && is_aligned(cosine, 16) && is_aligned(sine, 16)) {
-      each(half / kPerVector, [&](const T* from, T* to, int64_t vector) {
+      for_each(half / kPerVector, [&](const T* from, T* to, int64_t vector) {
         const int64_t i = vector * kPerVector;
         Vector16<T> a = Vector16<T>::load(from + i);
         Vector16<T> b = Vector16<T>::load(from + half + i);
@@ -147,7 +148,7 @@ struct MoveHeads {
       });
       return;
     }
-    each(half, [&](const T* from, T* to, int64_t i) {
+    for_each(half, [&](const T* from, T* to, int64_t i) {
       float a, b;
       rotate_pair(to_float(from[i]), to_float(from[i + half]), to_float(cosine[i]),
                   to_float(sine[i]), &a, &b);
@@ -159,7 +160,7 @@ struct MoveHeads {
   // Rotates the pairs (2 i, 2 i + 1).
   TILEWISE_DEVICE void rotate_adjacent(int64_t half) const {
     if (aligned() && 2 * half % kPerVector == 0) {
-      each(2 * half / kPerVector, [&](const T* from, T* to, int64_t vector) {
+      for_each(2 * half / kPerVector, [&](const T* from, T* to, int64_t vector) {
         Vector16<T> a = Vector16<T>::load(from + vector * kPerVector);
 #pragma unroll
         for (int j = 0; j < kPerVector; j += 2) {
@@ -171,7 +172,7 @@ struct MoveHeads {
       });
       return;
     }
-    each(half, [&](const T* from, T* to, int64_t i) {
+    for_each(half, [&](const T* from, T* to, int64_t i) {
       float a, b;
       rotate_pair(to_float(from[2 * i]), to_float(from[2 * i + 1]), to_float(cosine[i]),
                   to_float(sine[i]), &a, &b);

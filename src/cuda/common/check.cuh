@@ -18,10 +18,10 @@ struct Check {
 
   static constexpr uint32_t kNone = ~0u;
 
-  // The minimum of `mine` over the CTA, in all threads.
-  TILEWISE_DEVICE uint32_t lowest(uint32_t mine) const {
+  // The minimum of `x` over the CTA, in all threads.
+  TILEWISE_DEVICE uint32_t lowest(uint32_t x) const {
     ptx::sync_block();
-    const uint32_t of_warp = min_of_warp(mine);
+    const uint32_t of_warp = min_of_warp(x);
     if (ptx::lane_index() == 0) scratch.set(ptx::warp_index(), of_warp);
     ptx::sync_block();
     uint32_t found = kNone;
@@ -33,10 +33,10 @@ struct Check {
   // The first i in [0, count) for which is_wrong(i) is true, or kNone.
   template <class IsWrong>
   TILEWISE_DEVICE uint32_t first(int64_t count, const IsWrong& is_wrong) const {
-    uint32_t mine = kNone;
-    for (int64_t i = ptx::thread_index(); i < count && mine == kNone; i += kCheckThreads)
-      if (is_wrong(i)) mine = static_cast<uint32_t>(i);
-    return lowest(mine);
+    uint32_t found = kNone;
+    for (int64_t i = ptx::thread_index(); i < count && found == kNone; i += kCheckThreads)
+      if (is_wrong(i)) found = static_cast<uint32_t>(i);
+    return lowest(found);
   }
 
   // fault_of(b) of the first sequence b that has a fault.
@@ -92,17 +92,17 @@ struct Check {
     if (layout.any()) return layout;
     // A thread checks the length of a sequence, a warp its pages. Faults are reported in this
     // order: length and pages of sequence 0, length and pages of sequence 1, ...
-    uint32_t mine = kNone;
-    for (int64_t b = ptx::thread_index(); b < p.batch && mine == kNone; b += kCheckThreads)
-      if (key_fault(p, b).any()) mine = static_cast<uint32_t>(b);
+    uint32_t found = kNone;
+    for (int64_t b = ptx::thread_index(); b < p.batch && found == kNone; b += kCheckThreads)
+      if (key_fault(p, b).any()) found = static_cast<uint32_t>(b);
     if (p.block_table != nullptr) {
       for (int64_t b = ptx::warp_index(); b < p.batch; b += kCheckThreads / ptx::kWarpSize) {
         if (!pages(b, ptx::lane_index(), ptx::kWarpSize).any()) continue;
-        mine = min(mine, static_cast<uint32_t>(b));
+        found = min(found, static_cast<uint32_t>(b));
         break;
       }
     }
-    const uint32_t b = lowest(mine);
+    const uint32_t b = lowest(found);
     if (b == kNone) return {};
     const IndexFault of_length = key_fault(p, b);
     return of_length.any() ? of_length : pages(b, 0, 1);

@@ -263,11 +263,11 @@ struct Combine {
           lse = lse_of(begin);
           partial = load<kWidth>(begin, first + ptx::lane_index() * kWidth);
         }
-        const float mine = weights.of(lse);
+        const float lane_weight = weights.of(lse);
         int from = warp_of_group();
 #pragma unroll
         for (const auto& x : partial.x) {
-          const float weight = ptx::shuffle(mine, from);
+          const float weight = ptx::shuffle(lane_weight, from);
           from += kCombineWarps;
 #pragma unroll
           for (int j = 0; j < kWidth; ++j) sum[j] = CombineWeights::add(sum[j], weight, x[j]);

@@ -91,7 +91,7 @@ struct KeptBits {
 
   // Sets the weights that are not kept to 0.
   TILEWISE_DEVICE void apply(tile::Sums<kRows, kColumns>& s, const LanePosition& position) const {
-    each([&](int m, int i, int h, int half, uint32_t drawn, int byte) {
+    for_each([&](int m, int i, int h, int half, uint32_t drawn, int byte) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
         if ((drawn >> position.column >> (8 * byte + e) & 1u) == 0)
@@ -104,7 +104,7 @@ struct KeptBits {
     // Multiplications by these powers of 2 are shifts on a pipe that has less to do.
     const uint32_t first = 0x80u >> position.column;
     const uint32_t second = 0x40u >> position.column;
-    each([&](int, int i, int h, int half, uint32_t drawn, int byte) {
+    for_each([&](int, int i, int h, int half, uint32_t drawn, int byte) {
       operands[i][2 * half + h] &= ptx::spread_signs(drawn * first, drawn * second, byte);
     });
   }
@@ -114,7 +114,7 @@ struct KeptBits {
   // in row (m, h). Bits `column` and column + 1 of byte `byte` of `drawn` decide on the lane's two
   // keys.
   template <class Visit>
-  TILEWISE_DEVICE void each(const Visit& visit) const {
+  TILEWISE_DEVICE void for_each(const Visit& visit) const {
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll

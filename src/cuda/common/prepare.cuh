@@ -41,9 +41,9 @@ struct Peers {
   TILEWISE_DEVICE bool is_last() const { return before + 1 == count; }
   TILEWISE_DEVICE static Peers of(uint32_t bucket, bool valid) {
     Peers peers{0, 0};
-    const uint32_t mine = valid ? bucket : ~0u;
+    const uint32_t lane_bucket = valid ? bucket : ~0u;
     for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
-      const bool same = ptx::shuffle(mine, lane) == mine && valid;
+      const bool same = ptx::shuffle(lane_bucket, lane) == lane_bucket && valid;
       if (same && lane < ptx::lane_index()) ++peers.before;
       if (same) ++peers.count;
     }
@@ -86,7 +86,7 @@ struct Order {
   }
 
   TILEWISE_DEVICE void run() const {
-    constexpr int kEach = kOrderBuckets * kPrepareWarps / kPrepareThreads;
+    constexpr int kCountersPerThread = kOrderBuckets * kPrepareWarps / kPrepareThreads;
     const int thread = ptx::thread_index();
     for (int i = thread; i < kOrderBuckets * kPrepareWarps; i += kPrepareThreads)
       counters.set(i, 0);
@@ -94,12 +94,13 @@ struct Order {
     walk([](int64_t, uint32_t, uint32_t) {});
     ptx::sync_block();
     uint32_t sum = 0;
-    for (int i = 0; i < kEach; ++i) sum += counters.get(thread * kEach + i);
+    for (int i = 0; i < kCountersPerThread; ++i)
+      sum += counters.get(thread * kCountersPerThread + i);
     uint32_t total = 0;
     uint32_t before = scan_of_block(sum, scratch, &total);
-    for (int i = 0; i < kEach; ++i) {
-      const uint32_t count = counters.get(thread * kEach + i);
-      counters.set(thread * kEach + i, before);
+    for (int i = 0; i < kCountersPerThread; ++i) {
+      const uint32_t count = counters.get(thread * kCountersPerThread + i);
+      counters.set(thread * kCountersPerThread + i, before);
       before += count;
     }
     ptx::sync_block();
@@ -114,9 +115,9 @@ struct Order {
   // Turns table[i].first from the tiles of an entry into the tiles before it.
   TILEWISE_DEVICE void accumulate() const {
     TileOrder::Entry* const table = task.table;
-    const int64_t each = ceil_div(p.batch, kPrepareThreads);
-    const int64_t begin = min(p.batch, ptx::thread_index() * each);
-    const int64_t end = min(p.batch, begin + each);
+    const int64_t per_thread = ceil_div(p.batch, kPrepareThreads);
+    const int64_t begin = min(p.batch, ptx::thread_index() * per_thread);
+    const int64_t end = min(p.batch, begin + per_thread);
     uint32_t sum = 0;
     for (int64_t i = begin; i < end; ++i) sum += static_cast<uint32_t>(table[i].first);
     uint32_t total = 0;
@@ -254,15 +255,15 @@ struct Clear {
     const bool with_keys = params.index_copies.cu_seqlens_k != nullptr;
     // Set for a sequence with a valid layout that has another invalid entry.
     constexpr uint32_t kEntryFault = 1u << 31;
-    uint32_t mine = Check::kNone;
+    uint32_t lowest = Check::kNone;
     for (int64_t b = ptx::thread_index(); b < p.batch; b += kPrepareThreads) {
       const auto at = static_cast<uint32_t>(b);
       if (!check.has_valid_layout(b, with_keys))
-        mine = min(mine, at);
+        lowest = min(lowest, at);
       else if (!fits(params, b))
-        mine = min(mine, at | kEntryFault);
+        lowest = min(lowest, at | kEntryFault);
     }
-    const uint32_t found = check.lowest(mine);
+    const uint32_t found = check.lowest(lowest);
     const bool all_fit = found == Check::kNone;
     const bool valid_layout = found >= kEntryFault;
     // No other kernel reports a sequence without rows in use.
@@ -287,11 +288,11 @@ struct Clear {
                                    const Body& clear) const {
     if (!valid_layout || !all_fit) first = 0;
     for (int64_t at = first + warp * ptx::kWarpSize; at < count; at += warps * ptx::kWarpSize) {
-      const int64_t mine = at + ptx::lane_index();
-      const bool wanted = mine < count && (!valid_layout || !locate(mine).in_use);
-      if (!ptx::any(wanted)) continue;
+      const int64_t row = at + ptx::lane_index();
+      const bool is_unused = row < count && (!valid_layout || !locate(row).in_use);
+      if (!ptx::any(is_unused)) continue;
       for (int lane = 0; lane < ptx::kWarpSize; ++lane) {
-        if (ptx::shuffle(wanted ? 1u : 0u, lane) == 0) continue;
+        if (ptx::shuffle(is_unused ? 1u : 0u, lane) == 0) continue;
         const RowLocation location = locate(at + lane);
         clear(location,
               !valid_layout || (!all_fit && location.in_sequence && !fits(params, location.batch)));

@@ -24,23 +24,23 @@ struct ColumnSums {
   float dk[Plan::own_dk(kWarpgroup)][Plan::kKeys / 2];
 
   TILEWISE_DEVICE void clear() {
-    each([](auto& x) {
+    for_each([](auto& x) {
 #pragma unroll
       for (float& y : x) y = 0.0f;
     });
   }
   TILEWISE_DEVICE void fence() {
-    each([](auto& x) { ptx::fence_register(x); });
+    for_each([](auto& x) { ptx::fence_register(x); });
   }
   TILEWISE_DEVICE bool finite() {
     bool all = true;
-    each([&](auto& x) { all = all && all_finite(x); });
+    for_each([&](auto& x) { all = all && all_finite(x); });
     return all;
   }
 
  private:
   template <class Body>
-  TILEWISE_DEVICE void each(const Body& body) {
+  TILEWISE_DEVICE void for_each(const Body& body) {
 #pragma unroll
     for (int i = 0; i < Plan::own_dv(kWarpgroup); ++i) body(dv[i]);
 #pragma unroll

@@ -97,23 +97,23 @@ class ForwardConsumer {
     shared_.tile_full(stage).wait(tile_state_.phase());
     tile_state_.next();
     // Not warpgroup_: D192 and D256 have no register to hold it across a work tile.
-    const WarpgroupTiles& mine =
+    const WarpgroupTiles& warpgroup_tiles =
         shared_.work_tile(stage).warpgroup_tiles[thread() / ptx::kWarpgroupSize];
     // uniform() tells ptxas that all lanes agree. Only then does it keep descriptors in uniform
     // registers, which saves 48 moves and a warp barrier in the main loop (4 %). ptxas loses track
     // of this if the loops of `run` are nested.
-    tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(mine.kind)));
-    tiles_.first = uniform(mine.first);
-    tiles_.last = uniform(mine.last);
-    tiles_.full_begin = uniform(mine.full_begin);
-    tiles_.full_end = uniform(mine.full_end);
+    tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(warpgroup_tiles.kind)));
+    tiles_.first = uniform(warpgroup_tiles.first);
+    tiles_.last = uniform(warpgroup_tiles.last);
+    tiles_.full_begin = uniform(warpgroup_tiles.full_begin);
+    tiles_.full_end = uniform(warpgroup_tiles.full_end);
     // Steps without a mask keep m, so scores should not rise from one to the next. The loop goes
     // from right to left, where ALiBi lowers scores only from the diagonal on.
     if constexpr (kOption == Option::alibi) {
       tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
     }
-    tiles_.skip_before = uniform(mine.skip_before);
-    tiles_.skip_after = uniform(mine.skip_after);
+    tiles_.skip_before = uniform(warpgroup_tiles.skip_before);
+    tiles_.skip_after = uniform(warpgroup_tiles.skip_after);
     return stage;
   }
 
@@ -408,7 +408,7 @@ class ForwardConsumer {
          at += ptx::kWarpgroupSize * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, q + static_cast<uint32_t>(at));
-      for (uint32_t& each : x) each ^= 0x80008000u;
+      for (uint32_t& word : x) word ^= 0x80008000u;
       ptx::st_shared_v4_b32(q + static_cast<uint32_t>(at), x);
     }
     ptx::fence_proxy_async();
