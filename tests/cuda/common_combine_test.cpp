@@ -162,9 +162,9 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfATile) {
                            common::combine_blocks(params), nullptr, params);
     int64_t used = 0;
     for (int32_t tile = 0; tile < tail.tiles; ++tile) {
-      const tilewise::cuda::TileOrder::WorkTile at = params.order.at(tail.first + tile);
-      const Sequence s = tilewise::sequence_of(p, at.sequence);
-      const int64_t first = int64_t{at.tile} * kRowTile;
+      const tilewise::cuda::TileOrder::WorkTile work_tile = params.order.at(tail.first + tile);
+      const Sequence s = tilewise::sequence_of(p, work_tile.sequence);
+      const int64_t first = int64_t{work_tile.tile} * kRowTile;
       const int64_t rows = std::min<int64_t>(kRowTile, p.seqlen_q - first);
       used += rows;
       for (int64_t r = 0; r < rows; ++r) {
@@ -172,7 +172,7 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfTheSharesOfATile) {
         for (int32_t partial = 0; partial < tail.shares_of(tile); ++partial)
           partial_rows.push_back(static_cast<size_t>(
               tail.result_index(tail.first_block(tile) + partial, tile) * kRowTile + r));
-        compare(call, partials, s, first + r, at.head, partial_rows);
+        compare(call, partials, s, first + r, work_tile.head, partial_rows);
       }
     }
     ASSERT_EQ(written(call), used * p.head_dim_v) << "seed " << seed;

@@ -439,10 +439,11 @@ std::string Block::reason(const Wait& wait, int rank) const {
 
 std::string Block::where(int thread) const {
   const int rank = thread / launch_->threads;
-  const int own = thread % launch_->threads;
+  const int thread_of_block = thread % launch_->threads;
   return text("block %lld of %lld, thread %d (warp %d, lane %d)",
               static_cast<long long>(index_ * launch_->cluster + rank),
-              static_cast<long long>(launch_->blocks), own, own / kLanes, own % kLanes);
+              static_cast<long long>(launch_->blocks), thread_of_block, thread_of_block / kLanes,
+              thread_of_block % kLanes);
 }
 
 std::string Block::waiting() const {
@@ -468,8 +469,9 @@ std::string Block::waiting() const {
     }
     for (const auto& [why, lanes] : reasons) add(lanes, why.c_str());
     add(w.exited, "exited");
-    const std::string of = launch_->cluster > 1 ? text("block %d of the cluster, ", i / warps) : "";
-    report.append("\n  " + of + text("warp %d: ", i % warps)).append(line);
+    const std::string prefix =
+        launch_->cluster > 1 ? text("block %d of the cluster, ", i / warps) : "";
+    report.append("\n  " + prefix + text("warp %d: ", i % warps)).append(line);
   }
   return report;
 }

@@ -45,8 +45,9 @@ struct BackwardPlan {
 
   // dQ = dS K: kDqRows x kDqColumns per warp; neighbouring warps have neighbouring columns.
   static constexpr bool dq_fits(int rows) {
-    const int down = kQueries / rows;
-    return kQueries % rows == 0 && kWarps % down == 0 && C::kHeadDim / (kWarps / down) % 16 == 0;
+    const int row_blocks = kQueries / rows;
+    return kQueries % rows == 0 && kWarps % row_blocks == 0 &&
+           C::kHeadDim / (kWarps / row_blocks) % 16 == 0;
   }
   static constexpr int kDqRows = dq_fits(32) ? 32 : 16;
   static constexpr int kDqWarpsPerRow = kWarps / (kQueries / kDqRows);

@@ -145,11 +145,11 @@ class Products {
 // Initialises `x` with the statistics of its queries.
 template <class C>
 TILEWISE_DEVICE void preload(ScoreSums<C>& x, ptx::SharedAddress statistic) {
-  const ptx::SharedAddress own = statistic + static_cast<uint32_t>(ptx::lane_index() % 4 * 16);
+  const ptx::SharedAddress from = statistic + static_cast<uint32_t>(ptx::lane_index() % 4 * 16);
 #pragma unroll
   for (int k = 0; k < BackwardPlan<C>::kQueries / 16; ++k) {
     uint32_t y[4];
-    ptx::ld_shared_v4_b32(y, own + static_cast<uint32_t>(k * 64));
+    ptx::ld_shared_v4_b32(y, from + static_cast<uint32_t>(k * 64));
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[8 * k + e] = ptx::float_of(y[e / 4 * 2 + e % 2]);
   }
