@@ -112,8 +112,8 @@ TEST(Cluster, StoresOfManyBlocks) {
           if (lane == 0)
             ptx::mbarrier_arrive_expect_tx(byte(kBarrier), kStoring * ptx::kWarpSize * kLane);
           ptx::barrier_cluster_wait();
-          const auto word = [](int from, int to, int of) {
-            return static_cast<uint32_t>(10000 * from + 100 * to + of);
+          const auto word = [](int from, int to, int of_lane) {
+            return static_cast<uint32_t>(10000 * from + 100 * to + of_lane);
           };
           for (int to = 0; to < kStoring; ++to) {
             const uint32_t x[4] = {word(me, to, lane)};

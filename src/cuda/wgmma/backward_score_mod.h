@@ -171,10 +171,10 @@ class BackwardScoreMod {
     }
     if constexpr (!kScoresFromZero) ptx::fence_register(s);
     if constexpr (kStartsAtDelta) {
-      float each[2 * kGroups];
-      read_statistics(each, delta);
+      float minus_delta[2 * kGroups];
+      read_statistics(minus_delta, delta);
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = each[i / 4 * 2 + i % 2];
+      for (int i = 0; i < 4 * kGroups; ++i) dp[i] = minus_delta[i / 4 * 2 + i % 2];
       ptx::fence_register(dp);
     }
   }
