@@ -52,10 +52,10 @@ TILEWISE_DEVICE void copy_pages(const Problem& p, const TileDescriptor& work_til
                                      thread);
   if constexpr (Plan::kCluster == 2) {
     const int rank = static_cast<int>(ptx::block_index() % Plan::kCluster);
-    const KeyColumns own{p.k, rank * (C::kHeadDim / 2), p.head_dim};
+    const KeyColumns peer_k{p.k, rank * (C::kHeadDim / 2), p.head_dim};
     const int32_t peer_key = work_tile.key + (rank == 0 ? Plan::kKeys : -Plan::kKeys);
-    copy_keys<C, typename Plan::PeerKTile>(shared + Plan::kPeerK, own, work_tile.head, s, peer_key,
-                                           thread);
+    copy_keys<C, typename Plan::PeerKTile>(shared + Plan::kPeerK, peer_k, work_tile.head, s,
+                                           peer_key, thread);
   }
   ptx::cp_async_commit_group();
   ptx::cp_async_wait_group<0>();
