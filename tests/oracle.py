@@ -43,6 +43,20 @@ class Options:
     dropout_p: float = 0.0
     seed: int = 0
     offset: int = 0
+    shard: Shard | None = None
+
+
+@dataclass
+class Shard:
+    """Where a problem lies in a larger one: how far each sequence's band is moved to the right,
+    and what is added to the numbers of rows, keys, sequences and heads that dropout counts by."""
+
+    diagonal: Sequence[int] | None = None  # [B]
+    row: int = 0
+    key: int = 0
+    batch: int = 0
+    head: int = 0
+    heads: int | None = None  # query heads of the larger problem; None: as many as here
 
 
 @dataclass
@@ -133,11 +147,13 @@ def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np
     Each key has a number of 16 random bits, and it is kept if the number is at least
     round(p * 65536). One block of Philox with 7 rounds serves 16 keys: its four words are eight
     half words. Bit 8 + i of the number of key j is bit j of half word i, and bit i of the number is
-    bit j XOR 8 of that half word.
+    bit j XOR 8 of that half word. A shard has the numbers of the larger problem.
     """
-    blocks = (keys + 15) // 16
+    at = o.shard or Shard()
+    blocks = (at.key % 16 + keys + 15) // 16
     head, row, block = np.ogrid[:heads, :rows, :blocks]
-    counter = np.broadcast_arrays(block, row, batch * heads + head, o.offset & 0xFFFFFFFF)
+    number = (batch + at.batch) * (heads if at.heads is None else at.heads) + head + at.head
+    counter = np.broadcast_arrays(block + at.key // 16, row + at.row, number, o.offset & 0xFFFFFFFF)
     words = philox(counter, (o.seed & 0xFFFFFFFF, (o.seed >> 32) ^ (o.offset >> 32)), 7)
     halves = [(w >> np.uint64(sh)) & np.uint64(0xFFFF) for w in words for sh in (0, 16)]
     j = np.arange(16, dtype=np.uint64)
@@ -145,15 +161,20 @@ def kept(o: Options, batch: int, heads: int, rows: int, keys: int) -> NDArray[np
     for i, half in enumerate(halves):
         bit = half[..., None] >> j & np.uint64(1)
         numbers |= bit << np.uint64(8 + i) | bit[..., j ^ np.uint64(8)] << np.uint64(i)
-    bits = numbers.reshape(heads, rows, 16 * blocks)[:, :, :keys]
+    bits = numbers.reshape(heads, rows, 16 * blocks)[:, :, at.key % 16 :][:, :, :keys]
     return bits >= int(float(np.float32(o.dropout_p)) * 65536 + 0.5)
 
 
-def visible(o: Options, rows: int, keys: int) -> NDArray[np.bool_]:
-    """Which keys each row may see, [rows, keys]: causal and windows are aligned bottom-right."""
-    i, j = np.ogrid[:rows, :keys]
+def aligned(o: Options, batch: int, rows: int, keys: int) -> Index:
+    """The key that each row is aligned with, [rows, 1]: bottom-right, moved by the diagonal."""
+    moved = 0 if o.shard is None or o.shard.diagonal is None else o.shard.diagonal[batch]
+    return np.arange(rows)[:, None] + keys - rows + np.clip(moved, -(2**30), 2**30)
+
+
+def visible(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
+    """Whether each row may see each key, [rows, keys]."""
     left, right = o.window
-    diagonal = i + keys - rows
+    j, diagonal = np.arange(keys), aligned(o, batch, rows, keys)
     seen = np.ones((rows, keys), bool)
     if left >= 0:
         seen &= j >= diagonal - left
@@ -179,11 +200,10 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
     if o.softcap > 0:
         t = np.tanh(s / o.softcap)
         s, capped = o.softcap * t, 1 - t * t
-    i, j = np.ogrid[:n, :m]
     if o.slopes is not None:
-        s = s - o.slopes[batch][:, None, None] * np.abs(i + m - n - j)
+        s = s - o.slopes[batch][:, None, None] * np.abs(aligned(o, batch, n, m) - np.arange(m))
     s = s + sequence_bias(o, batch, n, m)
-    return np.where(visible(o, n, m), s, -np.inf), capped
+    return np.where(visible(o, batch, n, m), s, -np.inf), capped
 
 
 def exp_of_sink(sink: Array, base: Array) -> Array:

@@ -120,6 +120,15 @@ void describe_score(const Options& options, const Problem& problem, tilewise_att
   }
 }
 
+void describe_shard(const Options& options, const Problem& problem, tilewise_attention& a) {
+  a.diagonal = int32_vector(options.diagonal, "diagonal", a.batch, problem.place);
+  a.row_offset = options.row_offset;
+  a.key_offset = options.key_offset;
+  a.batch_offset = options.batch_offset;
+  a.head_offset = options.head_offset;
+  a.heads_q_total = options.heads_q_total;
+}
+
 void expect_lse(const Tensor& lse, const char* name, const Problem& problem, bool with_lse_low) {
   const tilewise_attention& a = problem.attention;
   expect_place(lse, name, problem.place);
@@ -152,6 +161,7 @@ Options::Options(Arguments& arguments)
       v_descale(arguments.optional_tensor()),
       scale_tensor(arguments.optional_tensor()),
       dropout_state(arguments.optional_tensor()),
+      diagonal(arguments.optional_tensor()),
       scale(arguments.real()),
       window_left(arguments.integer()),
       window_right(arguments.integer()),
@@ -164,6 +174,11 @@ Options::Options(Arguments& arguments)
       tf32(arguments.flag()),
       check(arguments.flag()),
       batch_invariant(arguments.flag()),
+      row_offset(arguments.integer()),
+      key_offset(arguments.integer()),
+      batch_offset(arguments.integer()),
+      head_offset(arguments.integer()),
+      heads_q_total(arguments.integer()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -205,6 +220,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   a.k = view_of(k, "k");
   a.v = view_of(v, "v");
   describe_score(options, problem, a);
+  describe_shard(options, problem, a);
   a.num_splits = static_cast<int32_t>(options.num_splits);
   if (a.num_splits != options.num_splits)
     invalid("num_splits is " + std::to_string(options.num_splits) + ", but must fit into 32 bits");

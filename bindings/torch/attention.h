@@ -40,12 +40,14 @@ struct Options {
   OptionalTensor bias, alibi_slopes, sinks;
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   OptionalTensor block_table, kv_batch_idx, leftpad_k, k_descale, v_descale;
-  OptionalTensor scale_tensor, dropout_state;
+  OptionalTensor scale_tensor, dropout_state, diagonal;
   double scale;
   int64_t window_left, window_right;
   double softcap, dropout_p;
   int64_t max_seqlen_q, max_seqlen_k, num_splits;
-  bool deterministic, tf32, check, batch_invariant, heads_first;
+  bool deterministic, tf32, check, batch_invariant;
+  int64_t row_offset, key_offset, batch_offset, head_offset, heads_q_total;
+  bool heads_first;
 };
 
 // A problem as the C ABI describes it; the caller fills in `out` and `lse`.

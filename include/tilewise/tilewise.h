@@ -13,11 +13,14 @@
  *
  *     s_ij = scale * q_i . k_j                      raw score
  *     s_ij = softcap * tanh(s_ij / softcap)         if softcap > 0
- *     s_ij = s_ij - slope_h * |i + Sk - Sq - j|     if alibi_slopes
+ *     a_i  = i + Sk - Sq + diagonal                 the key that row i is aligned with
+ *     s_ij = s_ij - slope_h * |a_i - j|             if alibi_slopes
  *     s_ij = s_ij + bias_ij                         if bias
- *     key j is visible to row i when  i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right
+ *     key j is visible to row i when  a_i - window_left <= j <= a_i + window_right
  *     lse_i = log(sum over visible j of exp(s_ij) + exp(sink_h))
  *     out_i = sum over visible j of dropout(exp(s_ij - lse_i)) v_j
+ *
+ * `diagonal` is 0 unless the rows or keys are a shard of longer sequences.
  *
  * A row that sees no key and has no sink gives out = 0, lse = -inf and gradients 0, never NaN.
  *
@@ -113,7 +116,8 @@ typedef struct tilewise_attention {
   int64_t lse_stride_batch;
   int64_t lse_stride_head;
 
-  /* Band, aligned bottom-right. Negative: no limit. Causal attention is window_right = 0. */
+  /* Band, aligned bottom-right unless `diagonal` is given. Negative: no limit. Causal attention is
+   * window_right = 0. */
   int64_t window_left;
   int64_t window_right;
 
@@ -183,6 +187,22 @@ typedef struct tilewise_attention {
                      the forward. The weights of the backward are exp(score - lse - lse_low); with
                      lse alone they have a relative error of |lse| * 6e-8. Giving lse_low also
                      asserts that lse covers exactly the keys of this backward */
+
+  /* A shard: the rows, keys, heads or sequences of this problem are those of a larger one from the
+   * offsets on. With the fields below, results are those of the larger problem. bias, alibi_slopes
+   * and all other tensors are the shard's own: pointers into those of the larger problem, with its
+   * strides. All 0: the problem is no shard. */
+  const int32_t* diagonal; /* [B], in the memory of the device: the key with which row i of a
+                              sequence is aligned is i + Sk - Sq + diagonal. For rows and keys from
+                              row_offset and key_offset on of a sequence of Sq' rows and Sk' keys,
+                              it is row_offset - key_offset + (Sk' - Sq') - (Sk - Sq). Any value is
+                              valid; one beyond 2^30 in magnitude counts as 2^30 */
+  int64_t row_offset;      /* 0..2^31-1: the decisions of dropout for row i and key j are those of
+                              row row_offset + i and key key_offset + j of the larger problem */
+  int64_t key_offset;
+  int64_t batch_offset;  /* 0..2^31-1: likewise for sequences */
+  int64_t head_offset;   /* likewise for query heads; at most heads_q_total - heads_q */
+  int64_t heads_q_total; /* query heads of the larger problem; 0 means heads_q */
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or

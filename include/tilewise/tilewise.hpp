@@ -180,6 +180,13 @@ struct Options {
   int32_t num_splits = 0;
   bool deterministic = false;
   const tilewise_parallel* parallel = nullptr;
+  // A shard of a larger problem (tilewise.h).
+  std::span<const int32_t> diagonal = {};  // one per sequence
+  int64_t row_offset = 0;
+  int64_t key_offset = 0;
+  int64_t batch_offset = 0;
+  int64_t head_offset = 0;
+  int64_t heads_q_total = 0;
 };
 
 namespace detail {
@@ -277,6 +284,13 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.cu_seqlens_q = pointer_or_null(options.cu_seqlens_q);
   a.cu_seqlens_k = pointer_or_null(options.cu_seqlens_k);
   a.seqused_k = pointer_or_null(options.seqused_k);
+  detail::check_size("diagonal", options.diagonal.size(), a.batch);
+  a.diagonal = pointer_or_null(options.diagonal);
+  a.row_offset = options.row_offset;
+  a.key_offset = options.key_offset;
+  a.batch_offset = options.batch_offset;
+  a.head_offset = options.head_offset;
+  a.heads_q_total = options.heads_q_total;
   a.num_splits = options.num_splits;
   a.deterministic = options.deterministic ? 1 : 0;
   a.parallel = options.parallel;

@@ -120,6 +120,12 @@ class Attention(ctypes.Structure):
         ("v_descale_stride_batch", c_int64),
         ("v_descale_stride_head", c_int64),
         ("lse_low", c_void_p),
+        ("diagonal", c_void_p),
+        ("row_offset", c_int64),
+        ("key_offset", c_int64),
+        ("batch_offset", c_int64),
+        ("head_offset", c_int64),
+        ("heads_q_total", c_int64),
     ]
 
 

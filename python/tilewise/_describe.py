@@ -37,6 +37,7 @@ class OptionalFields(NamedTuple):
     v_descale: View | None = None
     scale_tensor: View | None = None
     dropout_state: View | None = None
+    diagonal: View | None = None
     scale: float = 1.0
     window_left: int = -1
     window_right: int = -1
@@ -50,6 +51,11 @@ class OptionalFields(NamedTuple):
     check: bool = False
     batch_invariant: bool = False
     kv_float8: bool = False
+    row_offset: int = 0
+    key_offset: int = 0
+    batch_offset: int = 0
+    head_offset: int = 0
+    heads_q_total: int = 0
 
 
 def attention(
@@ -143,6 +149,10 @@ def _fill_score(a: Any, optional: OptionalFields) -> None:
         a.bias_stride_batch, a.bias_stride_head, a.bias_stride_row = bias_strides(optional.bias)
     a.dropout_p = optional.dropout_p
     a.dropout_state = _pointer(optional.dropout_state)
+    a.diagonal = _pointer(optional.diagonal)
+    a.row_offset, a.key_offset = optional.row_offset, optional.key_offset
+    a.batch_offset, a.head_offset = optional.batch_offset, optional.head_offset
+    a.heads_q_total = optional.heads_q_total
 
 
 def _pointer(view: View | None) -> int | None:

@@ -103,7 +103,7 @@ def explain(
         function, problem = attention_varlen, sequences
     else:
         function, problem = attention, _Dense(layout)
-    _refuse_foreign(function, {**request._asdict(), **sequences._asdict(), "layout": layout})
+    _refuse_foreign(function, {**request.arguments(), **sequences._asdict(), "layout": layout})
     tensors = _check.is_tensor(q)
     if tensors:
         a, threads, arrays = _describe_torch(q, k, v, problem, request)

@@ -262,8 +262,14 @@ def _describe_problem(
             _check.descale(name, array, _check.is_float8(k.dtype), batch, k.shape[-2])
             arrays[name] = np.ascontiguousarray(np.broadcast_to(array, (batch, k.shape[-2])))
     dropout_p = _check.dropout(request.dropout_p)
-    if dropout_p > 0.0:
+    shard = request.shard
+    if dropout_p > 0.0 and shard.dropout_state is None:
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
+    elif dropout_p > 0.0:
+        arrays["dropout_state"] = np.ascontiguousarray(shard.dropout_state, dtype=np.int64)
+    diagonal = _int32("diagonal", shard.diagonal, (batch,))
+    if diagonal is not None:
+        arrays["diagonal"] = diagonal
     bias = arrays.get("bias")
     known: dict[str, Any] = {name: view(array) for name, array in arrays.items()} | bounds
     optional = _describe.OptionalFields(
@@ -279,6 +285,11 @@ def _describe_problem(
         check=_check.flag("check", request.check),
         batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         kv_float8=_check.is_float8(k.dtype),
+        row_offset=shard.row_offset,
+        key_offset=shard.key_offset,
+        batch_offset=shard.batch_offset,
+        head_offset=shard.head_offset,
+        heads_q_total=shard.heads_q_total,
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, optional)

@@ -13,7 +13,7 @@ class Options(NamedTuple):
 
     A negative window means no limit; a bound or a number of splits of 0 means "not given".
     ``scale_tensor`` replaces ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of
-    the dropout bits.
+    the dropout bits. The last numbers say where a shard lies (``_request.Shard``).
     """
 
     bias: Tensor | None = None  # [B or 1, Hq or 1, Sq or 1, Sk], fp32 or the dtype of q
@@ -30,6 +30,7 @@ class Options(NamedTuple):
     v_descale: Tensor | None = None
     scale_tensor: Tensor | None = None  # [1] fp32
     dropout_state: Tensor | None = None
+    diagonal: Tensor | None = None  # [B] int32, of a shard
     scale: float = 1.0
     window_left: int = -1
     window_right: int = -1
@@ -42,6 +43,11 @@ class Options(NamedTuple):
     tf32: bool = False
     check: bool = False  # verify the entries of index tensors on a GPU, and wait for it
     batch_invariant: bool = False
+    row_offset: int = 0
+    key_offset: int = 0
+    batch_offset: int = 0
+    head_offset: int = 0
+    heads_q_total: int = 0  # 0: those of q
     heads_first: bool = False
 
 

@@ -7,6 +7,23 @@ from typing import Any, NamedTuple
 from ._check import UNBOUNDED, Window
 
 
+class Shard(NamedTuple):
+    """Where the rows, keys, heads and sequences of a call lie in a larger problem.
+
+    The results are those of the larger problem: row i is aligned with key i + seqlen_k - seqlen_q +
+    diagonal of this call, and dropout decides as for row row_offset + i, key key_offset + j, and so
+    on. The bias, the slopes and all other tensors are those of the shard.
+    """
+
+    diagonal: Any = None  # int32 [batch]; None: 0
+    row_offset: int = 0
+    key_offset: int = 0
+    batch_offset: int = 0
+    head_offset: int = 0
+    heads_q_total: int = 0  # query heads of the larger problem; 0: those of q
+    dropout_state: Any = None  # int64 [2], seed and offset, the same for all shards; None: drawn
+
+
 class Request(NamedTuple):
     """The options of ``tilewise.attention``, unchecked."""
 
@@ -25,6 +42,13 @@ class Request(NamedTuple):
     batch_invariant: bool = False
     k_descale: Any = None
     v_descale: Any = None
+    shard: Shard = Shard()
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as arguments of the public functions, which take no shard."""
+        options = self._asdict()
+        del options["shard"]
+        return options
 
 
 class Sequences(NamedTuple):

@@ -207,11 +207,17 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         _check.shape("sinks", sinks, (heads,), "one logit per query head")
         sinks = _dense(sinks)
     dropout_p = _check.dropout(request.dropout_p)
+    shard = request.shard
+    check_int32("diagonal", shard.diagonal, (batch,), q)
+    dropout_state = shard.dropout_state
+    if dropout_p > 0.0 and dropout_state is None:
+        dropout_state = draw_dropout_state(q.device)
     return _ops.Options(
         alibi_slopes=slopes,
         sinks=sinks,
         scale_tensor=scale_tensor,
-        dropout_state=_draw_dropout_state(q.device) if dropout_p > 0.0 else None,
+        dropout_state=dropout_state,
+        diagonal=shard.diagonal,
         scale=scale,
         window_left=left,
         window_right=right,
@@ -222,6 +228,11 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         tf32=_check.flag("tf32", request.tf32),
         check=_check.flag("check", request.check),
         batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
+        row_offset=shard.row_offset,
+        key_offset=shard.key_offset,
+        batch_offset=shard.batch_offset,
+        head_offset=shard.head_offset,
+        heads_q_total=shard.heads_q_total,
     )
 
 
@@ -265,7 +276,7 @@ def check_int32(name: str, tensor: Any, dims: tuple[int | None, ...], q: Tensor)
         )
 
 
-def _draw_dropout_state(device: torch.device) -> Tensor:
+def draw_dropout_state(device: torch.device) -> Tensor:
     """Seed and offset of the dropout bits, from the generator that torch.manual_seed sets."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 

@@ -5,7 +5,8 @@
 
 namespace tilewise {
 
-// Row i of a sequence sees key j when  i + keys - rows - left <= j <= i + keys - rows + right.
+// Row i of a sequence sees key j when  i + shift - left <= j <= i + shift + right, where shift is
+// keys - rows, plus a `diagonal` if the rows or keys are a shard of a longer sequence.
 // Equivalently, key j is visible to the rows  j - shift - right <= i <= j - shift + left: a band is
 // its own transpose with left and right exchanged. The forward, which iterates over query tiles,
 // and the backward, which iterates over key tiles, therefore use the same object. Both bounds grow
@@ -17,23 +18,25 @@ struct Band {
   int64_t keys = 0;
   int64_t left = 0;   // a limit, or kUnlimited
   int64_t right = 0;  // a limit, or kUnlimited
+  int64_t diagonal = 0;
 
   static constexpr int64_t kUnlimited = INT64_MAX / 4;
 
-  TILEWISE_FN static constexpr Band make(int64_t rows, int64_t keys, int64_t left, int64_t right) {
+  TILEWISE_FN static constexpr Band make(int64_t rows, int64_t keys, int64_t left, int64_t right,
+                                         int64_t diagonal = 0) {
     return {rows, keys, left < 0 ? kUnlimited : min(left, kUnlimited),
-            right < 0 ? kUnlimited : min(right, kUnlimited)};
+            right < 0 ? kUnlimited : min(right, kUnlimited), diagonal};
   }
 
-  // Bottom-right alignment: the last row and the last key are on the diagonal.
-  TILEWISE_FN constexpr int64_t shift() const { return keys - rows; }
+  // Row i is aligned with key i + shift(): without `diagonal` the last row with the last key.
+  TILEWISE_FN constexpr int64_t shift() const { return keys - rows + diagonal; }
 
   TILEWISE_FN constexpr bool visible(int64_t row, int64_t key) const {
     return keys_of(row).contains(key);
   }
 
   TILEWISE_FN constexpr Range keys_of(int64_t row) const {
-    return {max(int64_t{0}, row + shift() - left), min(keys, row + shift() + right + 1)};
+    return {clamp(row + shift() - left, 0, keys), min(keys, row + shift() + right + 1)};
   }
 
   TILEWISE_FN constexpr Range rows_of(int64_t key) const { return transposed().keys_of(key); }
@@ -61,7 +64,7 @@ struct Band {
     return all.begin <= key_tile.begin && key_tile.end <= all.end;
   }
 
-  TILEWISE_FN constexpr Band transposed() const { return {keys, rows, right, left}; }
+  TILEWISE_FN constexpr Band transposed() const { return {keys, rows, right, left, -diagonal}; }
 };
 
 }  // namespace tilewise

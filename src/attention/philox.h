@@ -30,7 +30,7 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 // The dropout decision for one weight depends on (seed, offset, batch, head, row, key) and on
 // nothing else: not on tiles, threads, splits or the backend.
 //
-//  counter = (key / 16, row, batch * heads_q + head, low word of offset)
+//  counter = (key / 16, row, batch * heads + head, low word of offset)
 //  key     = (low word of seed, high word of seed XOR high word of offset)
 //  halves  = the eight 16-bit halves of a Philox block, the low half of each word first
 //  number  = for key j of the 16: bit 8 + i is bit j of half i, bit i is bit (j XOR 8) of half i
@@ -40,13 +40,18 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 // still resolved to 1.5e-5. The lower byte of a number is the upper byte of the key 8 further on;
 // it decides only once in 256 times, so the two are correlated by less than 1/80 (below p = 1/256
 // by 1 / (65536 p); docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are
-// counted within it, `head` is the query head.
+// counted within it, `head` is the query head and `heads` their number. All of them are those of
+// the whole problem: a shard of it (`from`) gives its own rows and keys to the functions below.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)
   uint32_t key0 = 0;
   uint32_t key1 = 0;
   uint32_t offset = 0;
+  // Row 0 and key 0 of a shard: key 0 is key `key_shift` of block `key_block`.
+  uint32_t row = 0;
+  uint32_t key_block = 0;
+  uint32_t key_shift = 0;
 
   static constexpr int32_t kKeysPerBlock = 16;
 
@@ -61,20 +66,30 @@ struct Dropout {
     return d;
   }
 
-  TILEWISE_FN bool on() const { return threshold != 0; }
-
-  // The counter for keys [16 * key_block, 16 * key_block + 16).
-  template <class U>
-  TILEWISE_FN PhiloxState<U> counter(U key_block, U row, U batch_head) const {
-    return {key_block, row, batch_head, U{} + offset};
+  // The same decisions for a shard whose row 0 and key 0 are these ones of the whole problem.
+  TILEWISE_FN Dropout from(int64_t first_row, int64_t first_key) const {
+    Dropout d = *this;
+    d.row = static_cast<uint32_t>(first_row);
+    d.key_block = static_cast<uint32_t>(first_key / kKeysPerBlock);
+    d.key_shift = static_cast<uint32_t>(first_key % kKeysPerBlock);
+    return d;
   }
 
-  // Bit j is set if key j of the block is kept. Requires that dropout is on.
+  TILEWISE_FN bool on() const { return threshold != 0; }
+
+  // The counter for keys [16 * block, 16 * block + 16).
+  template <class U>
+  TILEWISE_FN PhiloxState<U> counter(U block, U query, U batch_head) const {
+    return {block + key_block, query + row, batch_head, U{} + offset};
+  }
+
+  // Bit j is set if key j of the block is kept. Requires that dropout is on. With a key_shift the
+  // keys belong to two blocks of the whole problem.
   template <class Math, class U>
   TILEWISE_FN U kept_keys(const PhiloxState<U>& counter) const {
-    const PhiloxState<U> c = philox4x32<Math, 7>(counter, key0, key1);
-    const U half[8] = {c.c0, c.c0 >> 16, c.c1, c.c1 >> 16, c.c2, c.c2 >> 16, c.c3, c.c3 >> 16};
-    return at_least_threshold<Math>(half) & 0xffffu;
+    const U kept = kept_of_block<Math>(counter);
+    if (key_shift == 0) return kept;
+    return (kept >> key_shift | kept_of_block<Math>(next(counter)) << (16 - key_shift)) & 0xffffu;
   }
 
   // The same for two blocks in little more than the time of one; the bits of the second are 16
@@ -82,6 +97,34 @@ struct Dropout {
   template <class Math>
   TILEWISE_FN uint32_t kept_keys(const PhiloxState<uint32_t>& first,
                                  const PhiloxState<uint32_t>& second) const {
+    if (key_shift == 0) return kept_of_blocks<Math>(first, second);
+    return (kept_of_blocks<Math>(first, next(first)) >> key_shift & 0xffffu) |
+           kept_of_blocks<Math>(second, next(second)) >> key_shift << 16;
+  }
+
+  TILEWISE_FN bool kept(int64_t batch_head, int64_t query, int64_t key) const {
+    const auto block = static_cast<uint32_t>(key / kKeysPerBlock);
+    const auto bits = kept_keys<ScalarMath>(
+        counter(block, static_cast<uint32_t>(query), static_cast<uint32_t>(batch_head)));
+    return (bits >> (key % kKeysPerBlock) & 1u) != 0;
+  }
+
+ private:
+  // The counter of the block after that of `c`.
+  template <class U>
+  TILEWISE_FN static PhiloxState<U> next(const PhiloxState<U>& c) {
+    return {c.c0 + 1, c.c1, c.c2, c.c3};
+  }
+
+  template <class Math, class U>
+  TILEWISE_FN U kept_of_block(const PhiloxState<U>& counter) const {
+    const PhiloxState<U> c = philox4x32<Math, 7>(counter, key0, key1);
+    const U half[8] = {c.c0, c.c0 >> 16, c.c1, c.c1 >> 16, c.c2, c.c2 >> 16, c.c3, c.c3 >> 16};
+    return at_least_threshold<Math>(half) & 0xffffu;
+  }
+  template <class Math>
+  TILEWISE_FN uint32_t kept_of_blocks(const PhiloxState<uint32_t>& first,
+                                      const PhiloxState<uint32_t>& second) const {
     const auto a = philox4x32<Math, 7>(first, key0, key1);
     const auto b = philox4x32<Math, 7>(second, key0, key1);
     const uint32_t half[8] = {Math::low_halves(a.c0, b.c0), Math::high_halves(a.c0, b.c0),
@@ -91,14 +134,6 @@ struct Dropout {
     return at_least_threshold<Math>(half);
   }
 
-  TILEWISE_FN bool kept(int64_t batch_head, int64_t row, int64_t key) const {
-    const auto block = static_cast<uint32_t>(key / kKeysPerBlock);
-    const auto bits = kept_keys<ScalarMath>(
-        counter(block, static_cast<uint32_t>(row), static_cast<uint32_t>(batch_head)));
-    return (bits >> (key % kKeysPerBlock) & 1u) != 0;
-  }
-
- private:
   // A number exceeds threshold - 1 if it is larger in the highest bit in which the two differ. From
   // the lowest bit upwards: where threshold - 1 has a 1, `above` stays true only if the number has
   // a 1 as well; where it has a 0, either is enough.

@@ -117,6 +117,13 @@ TILEWISE_FN SequenceKeys sequence_keys(const Problem& p, int64_t b) {
 
 TILEWISE_FN int64_t key_count(const Problem& p, int64_t b) { return sequence_keys(p, b).count; }
 
+// The number of keys by which `diagonal` moves the band of sequence b. It is limited so that
+// positions fit into 32 bits; a band that is moved by 2^30 keys has left every sequence behind.
+TILEWISE_FN int64_t diagonal_of(const Problem& p, int64_t b) {
+  constexpr int64_t kMaxDiagonal = int64_t{1} << 30;
+  return p.diagonal == nullptr ? 0 : clamp(p.diagonal[b], -kMaxDiagonal, kMaxDiagonal);
+}
+
 TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   const Length rows = used_rows(p, b);
   const SequenceKeys keys = sequence_keys(p, b);
@@ -124,7 +131,7 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   s.batch = b;
   s.batch_index = p.cu_seqlens_q == nullptr ? b : 0;
   s.first_row = query_rows(p, b).begin;
-  s.band = Band::make(rows.value, keys.count, p.window_left, p.window_right);
+  s.band = Band::make(rows.value, keys.count, p.window_left, p.window_right, diagonal_of(p, b));
   s.kv.first = keys.first;
   s.kv.batch_index = keys.batch_index;
   if (p.block_table != nullptr) {
@@ -136,12 +143,12 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   return s;
 }
 
-// Whether no index array gives positions or lengths: all sequences then have the lengths of the
-// shape.
+// Whether no array gives positions, lengths or diagonals: all sequences then have the lengths and
+// the band of the shape.
 TILEWISE_FN bool has_uniform_sequences(const Problem& p) {
   return p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr &&
          p.seqused_k == nullptr && p.leftpad_k == nullptr && p.kv_batch_idx == nullptr &&
-         p.block_table == nullptr;
+         p.block_table == nullptr && p.diagonal == nullptr;
 }
 
 // `sequence_of` for a problem with uniform sequences.
@@ -180,9 +187,15 @@ TILEWISE_FN Score score_of(const Problem& p, int64_t batch, int64_t kv_head) {
 }
 
 TILEWISE_FN Dropout dropout_of(const Problem& p) {
-  if (p.dropout_state == nullptr)
-    return Dropout::make(p.dropout_p, p.dropout_seed, p.dropout_offset);
-  return Dropout::make(p.dropout_p, p.dropout_state[0], p.dropout_state[1]);
+  const bool in_memory = p.dropout_state != nullptr;
+  const uint64_t seed = in_memory ? p.dropout_state[0] : p.dropout_seed;
+  const uint64_t offset = in_memory ? p.dropout_state[1] : p.dropout_offset;
+  return Dropout::make(p.dropout_p, seed, offset).from(p.row_offset, p.key_offset);
+}
+
+// The number of a query head among all heads of all sequences, which dropout counts by.
+TILEWISE_FN uint32_t dropout_head(const Problem& p, int64_t batch, int64_t head) {
+  return static_cast<uint32_t>((batch + p.batch_offset) * p.heads_q_total + head + p.head_offset);
 }
 
 // Whether the problem needs the general form of a kernel, which has the options that cost time in

@@ -98,6 +98,21 @@ void check_score(const Problem& p) {
   }
 }
 
+// Dropout counts rows, keys and heads of the larger problem in 32 bits.
+void check_shard(Problem& p) {
+  check_range("row_offset", p.row_offset, 0, INT32_MAX);
+  check_range("key_offset", p.key_offset, 0, INT32_MAX);
+  check_range("batch_offset", p.batch_offset, 0, kMaxCount);
+  check_range("heads_q_total", p.heads_q_total, 0, kMaxCount);
+  if (p.heads_q_total == 0) p.heads_q_total = p.heads_q;
+  check_range("head_offset", p.head_offset, 0, kMaxCount);
+  require(p.head_offset <= p.heads_q_total - p.heads_q, "head_offset is ", p.head_offset,
+          " with heads_q_total ", p.heads_q_total, " and heads_q ", p.heads_q,
+          ": all heads of the shard must be below heads_q_total");
+  check_rows("(batch_offset + batch) * heads_q_total", p.batch_offset + p.batch, p.heads_q_total,
+             1);
+}
+
 void check_switches(const Problem& p) {
   check_range("num_splits", p.num_splits, 0, kMaxSplits);
   check_range("deterministic", p.deterministic, 0, 1);
@@ -175,6 +190,7 @@ void check_option_pointers(const Problem& p) {
       {"block_table", p.block_table, 4},
       {"kv_batch_idx", p.kv_batch_idx, 4},
       {"leftpad_k", p.leftpad_k, 4},
+      {"diagonal", p.diagonal, 4},
       {"k_descale", p.k_descale, 4},
       {"v_descale", p.v_descale, 4},
   };
@@ -199,6 +215,7 @@ Problem validated_problem(const tilewise_attention* given, Pass pass, Contents c
   check_sizes(p);
   check_cache(p);
   check_score(p);
+  check_shard(p);
   check_switches(p);
   check_batch_invariant(p);
   check_float8(

@@ -282,8 +282,9 @@ const char* why_not_wgmma(const Request& request) {
 
 bool nan_may_leak(const Problem& p) {
   // With larger limits the last row attends to the first key, and the first row to the last key.
-  const bool left = p.window_left >= 0 && p.window_left < max_keys(p) - 1;
-  const bool right = p.window_right >= 0 && p.window_right < max_rows(p) - 1;
+  const bool aligned = p.diagonal == nullptr;
+  const bool left = p.window_left >= 0 && !(aligned && p.window_left >= max_keys(p) - 1);
+  const bool right = p.window_right >= 0 && !(aligned && p.window_right >= max_rows(p) - 1);
   return left || right;
 }
 

@@ -38,7 +38,8 @@ struct alignas(16) TileDescriptor {
   int32_t key_tile;   // of the cluster within the sequence
   int32_t batch;
   int32_t index;  // of the work tile
-  int32_t unused[2];
+  int32_t shift;  // row i is aligned with key i + shift (Band::shift)
+  int32_t unused;
   int64_t dk;  // offset of the CTA's first key in dk, in elements; likewise for dv
   int64_t dv;
 };

@@ -12,13 +12,14 @@ namespace {
 using tilewise::Band;
 using tilewise::Range;
 
-bool visible_by_definition(const Band& band, int64_t left, int64_t right, int64_t i, int64_t j) {
-  const int64_t diagonal = i + band.keys - band.rows;
-  return (left < 0 || j >= diagonal - left) && (right < 0 || j <= diagonal + right);
-}
-
 struct Shape {
-  int64_t rows, keys, left, right;
+  int64_t rows, keys, left, right, diagonal;
+
+  Band band() const { return Band::make(rows, keys, left, right, diagonal); }
+  bool sees(int64_t i, int64_t j) const {
+    const int64_t aligned = i + keys - rows + diagonal;
+    return (left < 0 || j >= aligned - left) && (right < 0 || j <= aligned + right);
+  }
 };
 
 std::vector<Shape> shapes() {
@@ -26,36 +27,42 @@ std::vector<Shape> shapes() {
   for (int64_t rows : {0, 1, 2, 5, 9})
     for (int64_t keys : {0, 1, 3, 5, 12})
       for (int64_t left : {-1, 0, 1, 4, 100})
-        for (int64_t right : {-1, 0, 2, 100}) all.push_back({rows, keys, left, right});
+        for (int64_t right : {-1, 0, 2, 100})
+          for (int64_t diagonal : {0, -3, 2, 30, -(1 << 30), 1 << 30})
+            all.push_back({rows, keys, left, right, diagonal});
   return all;
 }
 
 TEST(Band, PredicateAndRangesFollowTheDefinition) {
-  for (const auto& [rows, keys, left, right] : shapes()) {
-    const Band band = Band::make(rows, keys, left, right);
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < keys; ++j) {
-        const bool expected = visible_by_definition(band, left, right, i, j);
-        EXPECT_EQ(band.visible(i, j), expected) << rows << 'x' << keys << ' ' << i << ',' << j;
+  for (const Shape& shape : shapes()) {
+    const Band band = shape.band();
+    for (int64_t i = 0; i < shape.rows; ++i) {
+      for (int64_t j = 0; j < shape.keys; ++j) {
+        const bool expected = shape.sees(i, j);
+        EXPECT_EQ(band.visible(i, j), expected)
+            << shape.rows << 'x' << shape.keys << ' ' << i << ',' << j;
         EXPECT_EQ(band.keys_of(i).contains(j), expected);
         EXPECT_EQ(band.rows_of(j).contains(i), expected);
       }
       EXPECT_GE(band.keys_of(i).begin, 0);
-      EXPECT_LE(band.keys_of(i).end, keys);
+      EXPECT_LE(band.keys_of(i).begin, shape.keys);
+      EXPECT_LE(band.keys_of(i).end, shape.keys);
     }
   }
 }
 
 TEST(Band, TransposingExchangesRowsAndKeys) {
-  for (const auto& [rows, keys, left, right] : shapes()) {
-    const Band band = Band::make(rows, keys, left, right);
+  for (const Shape& shape : shapes()) {
+    const Band band = shape.band();
     const Band transposed = band.transposed();
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < keys; ++j) EXPECT_EQ(band.visible(i, j), transposed.visible(j, i));
+    for (int64_t i = 0; i < shape.rows; ++i)
+      for (int64_t j = 0; j < shape.keys; ++j)
+        EXPECT_EQ(band.visible(i, j), transposed.visible(j, i));
     const Band twice = transposed.transposed();
     EXPECT_EQ(twice.rows, band.rows);
     EXPECT_EQ(twice.left, band.left);
     EXPECT_EQ(twice.right, band.right);
+    EXPECT_EQ(twice.diagonal, band.diagonal);
   }
 }
 
@@ -77,8 +84,10 @@ void check_tile(const Band& band, Range rows) {
 }
 
 TEST(Band, TileRangesAreTheUnionAndTheIntersectionOfTheirRows) {
-  for (const auto& [rows, keys, left, right] : shapes()) {
-    const Band band = Band::make(rows, keys, left, right);
+  for (const Shape& shape : shapes()) {
+    const int64_t rows = shape.rows;
+    const int64_t keys = shape.keys;
+    const Band band = shape.band();
     for (int64_t begin = 0; begin < rows; ++begin)
       for (int64_t end = begin + 1; end <= rows; ++end) {
         check_tile(band, {begin, end});
@@ -106,6 +115,25 @@ TEST(Band, UnionIsTightWhenEveryRowSeesAKey) {
   const Band window = Band::make(100, 100, 8, 0);
   EXPECT_EQ(window.keys_of_any({32, 64}).begin, 24);
   EXPECT_EQ(window.rows_of_any({32, 64}).end, 72);
+}
+
+// A shard of a band: rows and keys from some row and key on, with the diagonal that tilewise.h
+// gives for them.
+TEST(Band, ShardsSeeWhatTheWholeSees) {
+  constexpr int64_t kRows = 9;
+  constexpr int64_t kKeys = 12;
+  for (int64_t left : {-1, 0, 3})
+    for (int64_t right : {-1, 0, 2})
+      for (Range rows : {Range{0, 9}, Range{0, 4}, Range{4, 9}, Range{5, 6}})
+        for (Range keys : {Range{0, 12}, Range{0, 5}, Range{5, 12}, Range{7, 8}}) {
+          const Band whole = Band::make(kRows, kKeys, left, right);
+          const int64_t diagonal =
+              rows.begin - keys.begin + whole.shift() - (keys.size() - rows.size());
+          const Band shard = Band::make(rows.size(), keys.size(), left, right, diagonal);
+          for (int64_t i = 0; i < rows.size(); ++i)
+            for (int64_t j = 0; j < keys.size(); ++j)
+              EXPECT_EQ(shard.visible(i, j), whole.visible(rows.begin + i, keys.begin + j));
+        }
 }
 
 TEST(Band, HugeSizesAndLimitsDoNotOverflow) {

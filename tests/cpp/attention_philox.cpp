@@ -72,6 +72,23 @@ TEST(Dropout, TwoBlocksAtOnceEqualEachAlone) {
   }
 }
 
+TEST(Dropout, ShardsDecideLikeTheWhole) {
+  const Dropout whole = Dropout::make(0.4f, 42, 7);
+  for (int64_t row : {0, 1, 100})
+    for (int64_t key : {0, 16, 32, 1, 15, 17, 1000003}) {
+      const Dropout shard = whole.from(row, key);
+      for (int64_t i = 0; i < 3; ++i)
+        for (int64_t j = 0; j < 70; ++j)
+          EXPECT_EQ(shard.kept(3, i, j), whole.kept(3, row + i, key + j)) << row << ' ' << key;
+      const auto counter = [&](uint32_t block) { return shard.counter(block, 1u, 3u); };
+      const auto one = [&](uint32_t block) {
+        return shard.kept_keys<tilewise::ScalarMath>(counter(block));
+      };
+      EXPECT_EQ(shard.kept_keys<tilewise::ScalarMath>(counter(5), counter(2)), one(5) | one(2)
+                                                                                            << 16);
+    }
+}
+
 TEST(Dropout, ExtremeProbabilities) {
   const Dropout all = Dropout::make(0.999999f, 42, 7);  // its threshold is 2^16
   const Dropout few = Dropout::make(1e-5f, 42, 7);      // its threshold is 1

@@ -152,6 +152,29 @@ const Bad kBad[] = {
        c.a.bias_stride_row = -kHuge;
      },
      "bias_stride_row is -1152921504606846976"},
+    {"row_offset", [](Call& c) { c.a.row_offset = -1; },
+     "row_offset is -1: it must be 0 to 2147483647"},
+    {"key_offset", [](Call& c) { c.a.key_offset = int64_t{1} << 31; },
+     "key_offset is 2147483648: it must be 0 to 2147483647"},
+    {"batch_offset", [](Call& c) { c.a.batch_offset = -1; }, "batch_offset is -1: it must be 0 to"},
+    {"heads_q_total", [](Call& c) { c.a.heads_q_total = -1; },
+     "heads_q_total is -1: it must be 0 to"},
+    {"heads_q_total_small", [](Call& c) { c.a.heads_q_total = 3; },
+     "head_offset is 0 with heads_q_total 3 and heads_q 4"},
+    {"head_offset",
+     [](Call& c) {
+       c.a.head_offset = 5;
+       c.a.heads_q_total = 8;
+     },
+     "head_offset is 5 with heads_q_total 8 and heads_q 4"},
+    {"head_offset_negative", [](Call& c) { c.a.head_offset = -4; },
+     "head_offset is -4: it must be 0 to"},
+    {"heads_together",
+     [](Call& c) {
+       c.a.batch_offset = INT32_MAX;
+       c.a.heads_q_total = INT32_MAX;
+     },
+     "(batch_offset + batch) * heads_q_total is 2147483649 * 2147483647"},
     {"page_size",
      [](Call& c) {
        c.use_pages();

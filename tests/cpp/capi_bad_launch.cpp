@@ -157,6 +157,7 @@ const Bad kBad[] = {
        c.used_k[0] = 10;
      },
      "seqused_k[0] is 10: it must be 0 to 9"},
+    {"diagonal", [](Call& c) { c.a.diagonal = misaligned(c.leftpad.data()); }, "diagonal is 0x"},
     {"leftpad_k", [](Call& c) { c.a.leftpad_k = misaligned(c.leftpad.data()); }, "leftpad_k is 0x"},
     {"leftpad_k_negative",
      [](Call& c) {

@@ -77,7 +77,7 @@ struct Call {
   Gradients g{};
   std::vector<T> q, k, v, out, dout, dq, dk, dv;
   std::vector<float> lse, dlse, bias, slopes, sinks, dbias, dsinks, dscale;
-  std::vector<int32_t> cu_q, cu_k, used_q, used_k, table, index, leftpad;
+  std::vector<int32_t> cu_q, cu_k, used_q, used_k, table, index, leftpad, diagonals;
   float scale = 0;
 
   explicit Call(uint32_t seed, Limits wanted = {}) : random{std::mt19937(seed)}, limits(wanted) {
@@ -85,6 +85,7 @@ struct Call {
     draw_sequences();
     draw_tensors();
     draw_options();
+    draw_shard();
     draw_gradients();
   }
 
@@ -105,6 +106,7 @@ struct Call {
     p.seqlen_k = random.between(0, limits.keys);
     p.window_left = random.rarely() ? random.between(0, limits.keys) : -1;
     p.window_right = random.coin() ? random.pick<int64_t>({0, 0, 3, 20}) : -1;
+    p.heads_q_total = p.heads_q;
   }
 
   std::vector<int32_t> running_sum(int64_t maximum) {
@@ -251,6 +253,18 @@ struct Call {
       p.dropout_seed = random.engine();
       p.dropout_offset = random.engine();
     }
+  }
+
+  // Makes some problems shards of larger ones.
+  void draw_shard() {
+    if (random.rarely())
+      p.diagonal = entries(diagonals, [&](int64_t) { return random.between(-40, 40); });
+    if (!random.rarely()) return;
+    p.row_offset = random.between(0, 1000);
+    p.key_offset = random.coin() ? 16 * random.between(0, 60) : random.between(0, 1000);
+    p.batch_offset = random.between(0, 3);
+    p.head_offset = random.between(0, 3);
+    p.heads_q_total = p.heads_q + p.head_offset + random.between(0, 3);
   }
 
   int64_t max_rows() const {

@@ -72,7 +72,7 @@ class Oracle {
     const tilewise::Dropout dropout = tilewise::dropout_of(p_);
     const auto kept = [&](int64_t j) {
       if (!dropout.on()) return 1.0;
-      return dropout.kept(s.batch * p_.heads_q + h, i, j) ? 1.0 / (1.0 - 0.3f) : 0.0;
+      return dropout.kept(tilewise::dropout_head(p_, s.batch, h), i, j) ? 1.0 / (1.0 - 0.3f) : 0.0;
     };
     const double sink = p_.sinks != nullptr ? static_cast<double>(p_.sinks[h]) : -HUGE_VAL;
     double sum = std::exp(sink);

@@ -17,7 +17,7 @@ using tilewise::cuda::QueryRows;
 constexpr int32_t kKeyTile = 32;
 
 struct Shape {
-  int64_t rows, keys, left, right;
+  int64_t rows, keys, left, right, diagonal;
 };
 
 ForwardParams params_of(int32_t splits, int32_t row_tile) {
@@ -34,7 +34,7 @@ ForwardParams params_of(int32_t splits, int32_t row_tile) {
 // Every key that some row of the tile sees is in the tiles of exactly one split, and no split has a
 // tile past the last key in use.
 void check(const Shape& shape, int32_t splits) {
-  const Band band = Band::make(shape.rows, shape.keys, shape.left, shape.right);
+  const Band band = Band::make(shape.rows, shape.keys, shape.left, shape.right, shape.diagonal);
   const ForwardParams p = params_of(splits, 16);
   for (int32_t tile = 0; int64_t{tile} * p.row_tile < shape.rows; ++tile) {
     const QueryRows rows = QueryRows::of(p, band, tile, 0);
@@ -68,11 +68,14 @@ TEST(KeyTiles, SplitsCoverWhatTheRowsSee) {
     for (const int64_t keys : {0, 1, 3, 31, 32, 33, 64, 700}) {
       for (const int64_t left : {-1, 0, 5, 600}) {
         for (const int64_t right : {-1, 0, 7}) {
-          for (int32_t splits = 1; splits < 9; ++splits) {
-            SCOPED_TRACE(testing::Message() << rows << " rows, " << keys << " keys, window " << left
-                                            << ", " << right << ", " << splits << " splits");
-            check({rows, keys, left, right}, splits);
-            if (HasFatalFailure()) return;
+          for (const int64_t diagonal : {0, 17, -40, 500, -800, 1 << 30, -(1 << 30)}) {
+            for (int32_t splits = 1; splits < 9; ++splits) {
+              SCOPED_TRACE(testing::Message()
+                           << rows << " rows, " << keys << " keys, window " << left << ", " << right
+                           << ", diagonal " << diagonal << ", " << splits << " splits");
+              check({rows, keys, left, right, diagonal}, splits);
+              if (HasFatalFailure()) return;
+            }
           }
         }
       }

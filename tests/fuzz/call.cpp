@@ -132,6 +132,7 @@ void AttentionCall::print() const {
       {"block_table", a.block_table},
       {"kv_batch_idx", a.kv_batch_idx},
       {"leftpad_k", a.leftpad_k},
+      {"diagonal", a.diagonal},
       {"dq", g.dq.data},
       {"dk", g.dk.data},
       {"dv", g.dv.data},
@@ -339,6 +340,17 @@ void AttentionCall::read_options(Reader& in) {
   if (in.one_in(60)) a.scale = odd[in.byte() % 3];
   if (in.one_in(60)) a.softcap = odd[in.byte() % 3];
   if (in.one_in(60)) a.dropout_p = odd[in.byte() % 3];
+  if (in.one_in(4)) {
+    auto* const diagonal = memory.array<int32_t>(a.batch);
+    for (int64_t b = 0; diagonal != nullptr && !memory.exceeded() && b < a.batch; ++b)
+      diagonal[b] = in.pick32({0, 1, -3, 40, -40, INT32_MAX, INT32_MIN});
+    a.diagonal = diagonal;
+    a.row_offset = in.pick({0, 5, INT32_MAX, -1});
+    a.key_offset = in.pick({0, 16, 21, INT32_MAX});
+    a.batch_offset = in.pick({0, 1, INT32_MAX});
+    a.head_offset = in.pick({0, 0, 2});
+    a.heads_q_total = in.pick({0, 100, 1});
+  }
   a.num_splits = in.pick32({0, 0, 1, 2, 3, 7, 256, -1});
   a.deterministic = in.byte() % 2;
   a.batch_invariant = in.one_in(8) ? 1 : 0;

@@ -112,6 +112,8 @@ struct DescribedCall {
     a.deterministic = in.one_in(4) ? 1 : 0;
     a.batch_invariant = in.one_in(4) ? 1 : 0;
     a.kv_float8 = in.one_in(4) ? 1 : 0;
+    if (in.one_in(4)) a.diagonal = unmapped<const int32_t>();
+    a.key_offset = in.one_in(4) ? size(in, 1) : 0;
   }
 
   void read_tensors(Reader& in) {

@@ -76,7 +76,8 @@ class Attention(c.Structure):
         (c.c_void_p, "k_descale v_descale"),
         (c.c_int64, "k_descale_stride_batch k_descale_stride_head"),
         (c.c_int64, "v_descale_stride_batch v_descale_stride_head"),
-        (c.c_void_p, "lse_low"),
+        (c.c_void_p, "lse_low diagonal"),
+        (c.c_int64, "row_offset key_offset batch_offset head_offset heads_q_total"),
     )
 
 

@@ -52,6 +52,12 @@ class Case:
     dropout_p: float = 0.0
     dropout_state: bool = False  # seed and offset behind a pointer
     splits: int = 0
+    diagonal: tuple[int, ...] | None = None  # of a shard, as the following numbers
+    row_offset: int = 0
+    key_offset: int = 0
+    batch_offset: int = 0
+    head_offset: int = 0
+    more_heads: int = 0  # query heads of the larger problem beyond those of the shard
     deterministic: bool = False
     tf32: bool = False
     dlse: bool = False
@@ -197,7 +203,7 @@ class Built:
         if c.alibi:
             shape = (c.heads,) if c.alibi == "h" else (self.batch, c.heads)
             # Scores stay below 8: beyond that, their rounding in fp32 alone would exceed 1e-6.
-            far = max([*c.rows, *c.keys, 8])
+            far = max([*c.rows, *c.keys, 8]) + max((abs(d) for d in c.diagonal or ()), default=0)
             values = self.rng.uniform(0.2, 1, shape).astype(np.float32) * 8 / far
             self.slopes = self._small(shape, torch.from_numpy(values))
         if c.sinks:
@@ -226,6 +232,12 @@ class Built:
             window_left=c.window[0], window_right=c.window[1], scale=self.scale, softcap=c.softcap,
             dropout_p=c.dropout_p, num_splits=c.splits, deterministic=c.deterministic, tf32=c.tf32,
         )  # fmt: skip
+        if c.diagonal is not None:
+            self.diagonal = int32(c.diagonal)
+            a.diagonal = self.diagonal.data_ptr()
+        a.row_offset, a.key_offset = c.row_offset, c.key_offset
+        a.batch_offset, a.head_offset = c.batch_offset, c.head_offset
+        a.heads_q_total = c.heads + c.head_offset + c.more_heads
         a.q = capi.tensor(self.q, batched=not c.varlen_q)
         a.k = capi.tensor(self.k, batched=self.batched_k)
         a.v = capi.tensor(self.v, batched=self.batched_k)
@@ -356,6 +368,10 @@ class Built:
             bias=None if self.bias is None else float64(self.bias),
             sinks=None if self.sinks is None else float64(self.sinks),
             dropout_p=c.dropout_p, seed=seed, offset=offset,
+            shard=oracle.Shard(
+                c.diagonal, c.row_offset, c.key_offset, c.batch_offset, c.head_offset,
+                c.heads + c.head_offset + c.more_heads,
+            ),
         )  # fmt: skip
 
     def by_row(self, per_head: torch.Tensor) -> np.ndarray:

@@ -58,7 +58,7 @@ def scores_of(b: Built) -> tuple[np.ndarray, np.ndarray]:
         s = rounded(s - rounded(o.slopes[0][:, None, None] * distance))
     if o.bias is not None:
         s = rounded(s + o.bias[0])
-    return np.where(oracle.visible(o, rows, keys), s, -np.inf), derivative
+    return np.where(oracle.visible(o, 0, rows, keys), s, -np.inf), derivative
 
 
 def softmax(b: Built, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

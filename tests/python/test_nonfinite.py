@@ -27,7 +27,7 @@ GENERAL = dataclasses.replace(WINDOW, softcap=3.0, alibi="h", bias="r", dropout_
 
 
 def seen(b: Built) -> np.ndarray:
-    return oracle.visible(b.options(), b.case.rows[0], b.case.keys[0])
+    return oracle.visible(b.options(), 0, b.case.rows[0], b.case.keys[0])
 
 
 def same(got: np.ndarray, clean: np.ndarray, dtype: str) -> bool:

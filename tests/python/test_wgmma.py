@@ -370,7 +370,7 @@ def test_hidden_nan_stays_hidden(option, behind):
     b.k[place] = b.v[place] = torch.nan
     got = run(b, backward=False)
     see = np.zeros(got.out.shape[0], bool)
-    see[: case.rows[0]] = oracle.visible(b.options(), case.rows[0], case.keys[0])[:, key]
+    see[: case.rows[0]] = oracle.visible(b.options(), 0, case.rows[0], case.keys[0])[:, key]
     test_nonfinite.expect(got.out, clean.out, see[:, None, None], "bf16", f"out {option}")
     test_nonfinite.expect(got.lse, clean.lse, see[:, None], "bf16", f"lse {option}")
 

@@ -55,11 +55,11 @@ def _one_sequence(
     s = product(q, k.transpose(1, 2)) * leaves["scale"]
     if c.softcap > 0:
         s = c.softcap * torch.tanh(s / c.softcap)
-    i, j = np.ogrid[:n, :m]
     if o.slopes is not None:
-        distance = o.slopes[sequence.batch][:, None, None] * abs(i + m - n - j)
-        s = s - torch.from_numpy(distance).to(s.device, dtype)
-    seen = torch.from_numpy(oracle.visible(o, n, m)).to(s.device).expand(s.shape)
+        distance = np.abs(oracle.aligned(o, sequence.batch, n, m) - np.arange(m))
+        penalty = o.slopes[sequence.batch][:, None, None] * distance
+        s = s - torch.from_numpy(penalty).to(s.device, dtype)
+    seen = torch.from_numpy(oracle.visible(o, sequence.batch, n, m)).to(s.device).expand(s.shape)
     if "bias" in leaves:
         bias = leaves["bias"]
         bias = bias[sequence.batch if bias.shape[0] > 1 else 0]

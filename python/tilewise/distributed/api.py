@@ -74,7 +74,7 @@ def attention(
     if ranks.world == 1:
         check_layout(layout)
         check_method(method)
-        options = request._asdict()
+        options = request.arguments()
         del options["check"]  # an option of attention_varlen
         return api.attention(q, k, v, **options, layout=tensor_layout)
     grid = grid_of(mesh, ranks)
@@ -136,7 +136,7 @@ def attention_varlen(
             torch.tensor(starts_of(f"cu_seqlens_{name}", x), dtype=torch.int32, device=q.device)
             for name, x in zip("qk", cu_seqlens, strict=True)
         ]
-        return api.attention_varlen(q, k, v, *starts, **request._asdict())
+        return api.attention_varlen(q, k, v, *starts, **request.arguments())
     _one_dimension(mesh)
     p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
     out, lse = attend(p, choice.choose(p, method).method)

@@ -211,7 +211,7 @@ struct Decode : DecodeScratch {
   TILEWISE_FN void exponentiate(int64_t row, int64_t lane, int64_t head, Range keys, F base) {
     float* const at = s_of(row);
     const SoftmaxScaling<T> w_of = scaling;
-    const int64_t batch_head = s.batch * p.heads_q + head;
+    const int64_t batch_head = dropout_head(p, s.batch, head);
     F sum{};
     for (int64_t i = 0; i < padded; i += W) {
       F w = exp2<kExpDegree<T>>(w_of.template exponent<kFused>(load(at + i), base));

@@ -81,7 +81,7 @@ struct KeepMask {
     U row, batch_head;
     for (int i = 0; i < W; ++i) {
       row[i] = static_cast<uint32_t>(lanes.row[lane + i]);
-      batch_head[i] = static_cast<uint32_t>(s.batch * p.heads_q + lanes.head[lane + i]);
+      batch_head[i] = dropout_head(p, s.batch, lanes.head[lane + i]);
     }
     const U block = U{} + static_cast<uint32_t>(key / Dropout::kKeysPerBlock);
     return {dropout.kept_keys<VectorMath>(dropout.counter(block, row, batch_head))};

@@ -71,8 +71,7 @@ struct DropoutRows {
     for (int m = 0; m < kRows; ++m) {
       const int32_t r = position.row(m, 0) + 8 * position.drawn_row();
       rows.row[m] = static_cast<uint32_t>(q_tile.rows.first + q_tile.rows.row(r));
-      rows.batch_head[m] =
-          static_cast<uint32_t>(q_tile.sequence.batch * p.heads_q + q_tile.head(r));
+      rows.batch_head[m] = dropout_head(p, q_tile.sequence.batch, q_tile.head(r));
     }
     return rows;
   }

@@ -74,7 +74,8 @@ struct KeyTiles {
   int32_t last;  // below `first` if the rows see no keys
   int32_t full_begin;
   int32_t full_end;  // every row sees every key of the tiles [full_begin, full_end)
-  // Row r sees the keys [lower + row(r), min(keys, upper + row(r))).
+  // Row r sees the keys [lower + row(r), min(keys, upper + row(r))). With a diagonal, `lower` may
+  // be as large as `keys`.
   int32_t keys;
   int32_t lower;
   int32_t upper;
@@ -86,7 +87,7 @@ struct KeyTiles {
     const int64_t row0 = rows.first + band.shift();
     KeyTiles t;
     t.keys = position(band.keys);
-    t.lower = position(row0 - band.left);
+    t.lower = static_cast<int32_t>(clamp(row0 - band.left, -kMargin, t.keys));
     t.upper = position(row0 + band.right + 1);
     int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
     t.first = tiles(max(0, t.lower), step);

@@ -16,7 +16,8 @@ template <Option kOption>
 inline constexpr bool kOneOption = kOption != Option::none && kOption != Option::any;
 
 // The instance for the options of a problem. Option::bias stands for a bias in the 16-bit type of
-// q, k and v, which is prefetched; fp32 bias takes Option::any.
+// q, k and v, which is prefetched; fp32 bias takes Option::any. So does dropout in a shard whose
+// blocks of keys are parts of two blocks of the whole problem (Dropout::key_shift).
 TILEWISE_DEVICE Option option_of(const Problem& p) {
   constexpr float kMinP = 0x1p-17f;  // smaller probabilities round to 0 in dropout's 16 bits
   const bool on[] = {p.softcap != 0.0f, p.alibi_slopes != nullptr, p.bias != nullptr,
@@ -24,6 +25,7 @@ TILEWISE_DEVICE Option option_of(const Problem& p) {
   const int count = on[0] + on[1] + on[2] + on[3];
   if (count == 0) return Option::none;
   if (count != 1 || (on[2] && p.bias_dtype == TILEWISE_FLOAT32)) return Option::any;
+  if (on[3] && p.key_offset % Dropout::kKeysPerBlock != 0) return Option::any;
   return on[0] ? Option::softcap : on[1] ? Option::alibi : on[2] ? Option::bias : Option::dropout;
 }
 
@@ -64,9 +66,9 @@ TILEWISE_DEVICE bool is_on(bool in_problem) {
 // The values that all keys of one row of one query head share.
 struct RowScoreMod {
   float slope;          // 0: no ALiBi
-  int32_t diagonal;     // i + Sk - Sq: the key at distance 0
-  uint32_t row;         // counter word of dropout
-  uint32_t batch_head;  // counter word of dropout
+  int32_t diagonal;     // i + Band::shift(): the key at distance 0
+  uint32_t row;         // for Dropout::counter
+  uint32_t batch_head;  // for Dropout::counter
   int64_t bias;         // index of the bias of key 0
 };
 
@@ -100,7 +102,7 @@ struct ScoreMod {
         p.alibi_slopes != nullptr ? p.alibi_slopes[s.batch * p.alibi_stride_batch + head] : 0.0f;
     r.diagonal = static_cast<int32_t>(i + s.band.shift());
     r.row = static_cast<uint32_t>(i);
-    r.batch_head = static_cast<uint32_t>(s.batch * p.heads_q + head);
+    r.batch_head = dropout_head(p, s.batch, head);
     r.bias = s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row;
     return r;
   }

@@ -191,6 +191,7 @@ class ColumnScores {
     s.batch = work_tile_.batch;
     s.band.rows = work_tile_.rows;
     s.band.keys = work_tile_.keys;
+    s.band.diagonal = work_tile_.shift - (work_tile_.keys - work_tile_.rows);
     return s;
   }
 

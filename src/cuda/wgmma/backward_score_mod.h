@@ -28,7 +28,7 @@ struct DropoutFactors {
     const uint64_t offset = p.dropout_state != nullptr ? p.dropout_state[1] : p.dropout_offset;
     Dropout dropout = Dropout::make(1.0f, seed, offset);
     dropout.threshold = threshold;
-    return dropout;
+    return dropout.from(p.row_offset, p.key_offset);
   }
 };
 
@@ -86,7 +86,7 @@ class AlibiOfKeys {
   TILEWISE_DEVICE AlibiOfKeys(const Problem& p, const TileDescriptor& work_tile, int32_t key,
                               const RowWalk& walk, float unit = kLog2e)
       : slope_(p.alibi_slopes[work_tile.batch * p.alibi_stride_batch + walk.head] * unit),
-        distance_(walk.row + ptx::lane_index() % 4 * 2 + work_tile.keys - work_tile.rows - key) {}
+        distance_(walk.row + ptx::lane_index() % 4 * 2 + work_tile.shift - key) {}
 
   TILEWISE_DEVICE float slope() const { return slope_; }
   TILEWISE_DEVICE float distance(int i) const {
@@ -181,10 +181,12 @@ class BackwardScoreMod {
 
   // Called beside the products.
   TILEWISE_DEVICE void draw_dropout(const RowWalk& walk) {
-    if constexpr (kOption == Option::dropout)
-      kept_ = KeptScores::draw<kGroups>(
-          dropout_.with_seed(p_), key_, walk.row,
-          static_cast<uint32_t>(work_tile_.batch * p_.heads_q + walk.head));
+    if constexpr (kOption == Option::dropout) {
+      Dropout dropout = dropout_.with_seed(p_);
+      dropout.key_shift = 0;  // as option_of has found
+      kept_ = KeptScores::draw<kGroups>(dropout, key_, walk.row,
+                                        dropout_head(p_, work_tile_.batch, walk.head));
+    }
   }
 
   // P from S. `s` becomes P times d score / d (scale S).
@@ -309,9 +311,8 @@ class BackwardScoreMod<C, Option::any> {
     const float dropout_scale = dropout_.scale;
     KeptScores kept;
     if (dropout_.threshold != 0) {
-      kept = KeptScores::draw<kGroups>(
-          dropout_.with_seed(p), key_, walk.row,
-          static_cast<uint32_t>(work_tile_.batch * p.heads_q + walk.head));
+      kept = KeptScores::draw<kGroups>(dropout_.with_seed(p), key_, walk.row,
+                                       dropout_head(p, work_tile_.batch, walk.head));
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) dp[i] = kept.at(i) ? dp[i] * dropout_scale : 0.0f;
     }

@@ -105,6 +105,7 @@ struct DescriptorBuilder {
     r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kMaxRow, kMaxRow));
     r.rows = static_cast<int32_t>(band.rows);
     r.keys = static_cast<int32_t>(band.keys);
+    r.shift = static_cast<int32_t>(band.shift());
     const Range all = keys.size() == kKeys ? band.rows_of_all(keys) : Range{};
     if (all.empty()) return;
     // Rows past the last one need no mask, because their P is 0.

@@ -134,7 +134,9 @@ class OverlappedScoreMod {
   using Weights = uint32_t[C::kForward.keys / 16][4];
 
   TILEWISE_DEVICE OverlappedScoreMod(const Problem& p, float scale, const ForwardShared<C>& shared)
-      : p_(p), general_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {}
+      : p_(p), general_(p, scale), bias_(p, shared.bias(ptx::warp_index() - 4)) {
+    if constexpr (kOption == Option::dropout) general_.dropout.key_shift = 0;  // see option_of
+  }
 
   // The unit of the scores, and the factor of the weights that dropout keeps.
   TILEWISE_DEVICE float unit() const { return general_.unit(p_); }
