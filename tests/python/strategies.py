@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from cases import GRADIENTS, Case
@@ -93,20 +95,6 @@ def metadata(draw: st.DrawFn, size: dict) -> dict:
 
 
 @st.composite
-def shards(draw: st.DrawFn, batch: int, wide: int) -> dict:
-    """A shard of a larger problem: moved bands, and larger numbers for dropout."""
-    if not draw(rarely(st.just(True), False)):
-        return {}
-    moves = st.one_of(st.integers(-wide, wide), st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31)]))
-    offsets = st.one_of(st.just(0), st.integers(0, 100), st.sampled_from([16, 4096, 2**31 - 1]))
-    return dict(
-        diagonal=draw(often(st.tuples(*[moves] * batch))),
-        row_offset=draw(offsets), key_offset=draw(offsets), batch_offset=draw(st.integers(0, 3)),
-        head_offset=draw(st.integers(0, 3)), more_heads=draw(st.integers(0, 3)),
-    )  # fmt: skip
-
-
-@st.composite
 def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = False) -> Case:
     """Any problem that the library must solve; `small` ones are for the emulator."""
     size = draw(sizes(1e6 if small else 1.2e7))
@@ -151,8 +139,20 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = Fa
     flat = size["varlen_q"] if how["expand"].startswith("q") else size["varlen_k"]
     if flat and how["expand"].endswith("2"):
         how["expand"] = how["expand"][0] + "1"  # [T, H, D]: heads are dimension 1
-    shard = draw(shards(len(size["rows"]), wide))
-    if score["alibi"] and any(abs(d) > wide for d in shard.get("diagonal") or ()):
-        # Penalties of 2^30 keys are larger than the scores' bounds, which are for small ones.
-        del shard["diagonal"]
-    return Case(dtype=dtype, **size, **meta, **score, **how, **shard)
+    return Case(dtype=dtype, **size, **meta, **score, **how)
+
+
+@st.composite
+def shards(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
+    """Any problem as a shard of a larger one: moved bands, and larger numbers for dropout."""
+    case = draw(cases(dtype, small=small))
+    wide = max([*case.rows, *case.keys, 1])
+    moves = st.integers(-wide, wide)
+    if not case.alibi:  # penalties of 2^30 keys need larger bounds
+        moves = st.one_of(moves, st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31)]))
+    offsets = st.one_of(st.just(0), st.integers(0, 100), st.sampled_from([16, 4096, 2**31 - 1]))
+    return replace(
+        case, diagonal=draw(st.one_of(st.none(), st.tuples(*[moves] * len(case.rows)))),
+        row_offset=draw(offsets), key_offset=draw(offsets), batch_offset=draw(st.integers(0, 3)),
+        head_offset=draw(st.integers(0, 3)), more_heads=draw(st.integers(0, 3)),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cases import Case, check
-from strategies import cases
+from strategies import cases, shards
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 8  # per dtype, so that test processes can share the work
@@ -23,7 +23,7 @@ if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same proble
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))
 
 
-def problems(dtype: str, shard: int, device: str, served: Counter):
+def problems(strategy, dtype: str, shard: int, device: str, served: Counter):
     """A test of fresh random problems of one dtype, which counts the kernels that run."""
 
     @settings(
@@ -33,7 +33,7 @@ def problems(dtype: str, shard: int, device: str, served: Counter):
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink] if THOROUGH else [Phase.generate],
     )
-    @given(case=cases(dtype, small=device == "emulator"))
+    @given(case=strategy(dtype, small=device == "emulator"))
     def body(case: Case) -> None:
         served.update(name.rpartition(".")[0] for name in check(case))
 
@@ -45,5 +45,12 @@ def problems(dtype: str, shard: int, device: str, served: Counter):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_random_problems(dtype, shard, device, record_property):
     served: Counter = Counter()
-    problems(dtype, shard, device.name, served)()
+    problems(cases, dtype, shard, device.name, served)()
     record_property("served", dict(served))
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("shard", range(2))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_random_shards_of_larger_problems(dtype, shard, device):
+    problems(shards, dtype, shard, device.name, Counter())()

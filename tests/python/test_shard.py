@@ -16,6 +16,11 @@ FULL = (-1, -1)
 CAUSAL = (-1, 0)
 
 
+def spread(dtype: str) -> float:
+    """The spread of q, as in strategies.py: fp32 sums then round within the bounds."""
+    return 0.5 if dtype == "fp32" else 1.0
+
+
 def dropout_case(**changes: object) -> Case:
     return Case(**{
         "rows": (70, 70), "keys": (100, 100), "heads_kv": 2, "head_dim": 64, "head_dim_v": 64,
@@ -29,7 +34,7 @@ def dropout_case(**changes: object) -> Case:
 @pytest.mark.parametrize("key_offset", [0, 48, 1, 15, 4099])
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (30, 40)])
 def test_dropout_counts_from_the_offsets(dtype, key_offset, window):
-    check(dropout_case(dtype=dtype, key_offset=key_offset, window=window))
+    check(dropout_case(dtype=dtype, key_offset=key_offset, window=window, spread=spread(dtype)))
 
 
 @pytest.mark.abi
@@ -40,7 +45,7 @@ def test_bands_follow_the_diagonal(dtype, diagonal, window):
     """Some rows see no keys, at either end; some see all."""
     case = Case(
         dtype=dtype, rows=(130,), keys=(100,), group=2, head_dim=64, head_dim_v=64, window=window,
-        diagonal=(diagonal,), deterministic=diagonal % 2 == 0, dlse=True,
+        diagonal=(diagonal,), deterministic=diagonal % 2 == 0, dlse=True, spread=spread(dtype),
     )  # fmt: skip
     check(case)
 
@@ -56,7 +61,7 @@ def test_bands_follow_the_diagonal(dtype, diagonal, window):
 def test_score_options_of_a_moved_band(dtype, options, window):
     case = Case(
         dtype=dtype, rows=(90, 90, 90), keys=(110, 110, 110), group=2, head_dim=64, head_dim_v=64,
-        window=window, diagonal=(-31, 0, 45), **options,
+        window=window, diagonal=(-31, 0, 45), spread=spread(dtype), **options,
     )  # fmt: skip
     check(case)
 
@@ -97,3 +102,28 @@ def test_kept_weights_of_a_shard_are_those_of_the_whole():
     shard = oracle.Shard(row=10, key=37, batch=2, head=4, heads=8)
     part = oracle.kept(oracle.Options(**{**whole.__dict__, "shard": shard}), 1, 3, 20, 50)
     np.testing.assert_array_equal(part, bits[4:7, 10:30, 37:87])
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize(("window", "diagonal", "hidden"), [
+    (CAUSAL, -5, slice(95, 100)), ((100, -1), 90, slice(0, 20)), ((300, -1), 290, slice(0, 20)),
+])  # fmt: skip
+def test_nan_in_keys_that_no_row_sees_stays_hidden(dtype, rows, window, diagonal, hidden):
+    """Without a diagonal, all windows but the causal one of 70 rows would hide no key at all."""
+    case = Case(
+        dtype=dtype, rows=(rows,), keys=(100,), group=2, head_dim=64, head_dim_v=64, window=window,
+        diagonal=(diagonal + (rows if diagonal > 0 else 0),),
+    )  # fmt: skip
+    b = Built(case)
+    for target in capi.targets():
+        with capi.on(target):
+            b.k[0, hidden] = b.v[0, hidden] = 0.5
+            clean = run(b)
+            b.k[0, hidden] = b.v[0, hidden] = torch.nan
+            got = run(b)
+        np.testing.assert_allclose(got.out, clean.out, atol=1e-2 if dtype == "bf16" else 1e-6)
+        for name in "qkv":
+            bound = 3e-2 if dtype == "bf16" else 1e-5
+            np.testing.assert_allclose(got.grads[name], clean.grads[name], atol=bound)
