@@ -53,7 +53,12 @@ class ExactRow {
     for (float& o : o_) o = 0.0f;
     first_column_ = first + ptx::lane_index();
 #pragma unroll 1
-    for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) add_keys(key);
+    for (int64_t key = keys_.begin; key < keys_.end; key += ptx::kWarpSize) {
+      if constexpr (kForm == Form::general)
+        call_add_keys(key);
+      else
+        add_keys(key);
+    }
     const float l = sum_of_warp(l_);
     const float sink = p_.sinks != nullptr ? p_.sinks[head_] : kMinusInfinity;
     const LogSum sink_lse{sink, 0.0f};
@@ -81,7 +86,7 @@ class ExactRow {
   }
 
   // Continues the online softmax with up to 32 keys, one per lane.
-  TILEWISE_COLD void add_keys(int64_t first) {
+  TILEWISE_DEVICE void add_keys(int64_t first) {
     const int64_t key = first + ptx::lane_index();
     float x = kMinusInfinity;
     if (key < keys_.end) x = score(key);
@@ -102,6 +107,9 @@ class ExactRow {
       if (key_weight != 0.0f) add_value(first + i, key_weight);
     }
   }
+
+  // The same as a call, which takes 20 registers less: the combine kernels have few.
+  TILEWISE_COLD void call_add_keys(int64_t first) { add_keys(first); }
 
   TILEWISE_DEVICE const K* row_of(const tilewise_tensor& view, int64_t key) const {
     return static_cast<const K*>(view.data) + s_.kv.offset(view, key) + kv_head_ * view.stride_head;
