@@ -198,14 +198,14 @@ format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 	@ruff format --quiet . && ruff check --quiet --fix .
 
 .PHONY: lint
-lint: $(VENV)/.ready-lint ## format, layers (includes, Python imports), sizes, words, phrases, ruff, mypy; rewrites nothing
+lint: $(VENV)/.ready-lint ## format, layers (includes, families, Python imports), sizes, words, phrases, ruff, mypy; rewrites nothing
 	@status=0; \
 	report=$$(git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1) || \
 	  { status=1; sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' \
 	      <<<"$$report" | sort -u | grep . || echo "$$report"; }; \
 	ruff format --check . || status=1; \
 	ruff check --output-format concise . || status=1; \
-	for lint in includes imports size words phrases; do $(python) tools/lint_$$lint.py || status=1; done; \
+	for lint in includes families imports size words phrases; do $(python) tools/lint_$$lint.py || status=1; done; \
 	mypy || status=1; \
 	$(python) tools/results_tables.py --check || status=1; \
 	$(python) tools/draw_pipeline.py --check || status=1; \

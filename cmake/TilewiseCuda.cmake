@@ -1,6 +1,7 @@
-# The CUDA families. One instance (family, tile table, element, head-dim tile) is one source in the
-# build tree, written from src/cuda/instances/*.in for every line of tools/kernel_instances.cpp, which prints
-# src/cuda/manifest.h. An instance is compiled for the architectures of its tile table.
+# The CUDA families. A folder of src/cuda with an instances.h is a family: that file lists its tile
+# tables and its instances (table, element, head-dim tile). An instance is one source in the build
+# tree, written from the instance.cu.in of the folder and compiled for the architectures of its
+# table. Nothing here names a family or a table.
 #
 #   TILEWISE_CUDA                 AUTO: for the GPU of this machine, if it has one and nvcc is found;
 #                                 ON: for every architecture (takes minutes, needs no GPU); OFF
@@ -22,21 +23,7 @@ set(TILEWISE_CUDA_ELEMENTS "" CACHE STRING "Only these elements (empty: all)")
 set(TILEWISE_CUDA_TABLES "" CACHE STRING "Only these tile tables (empty: all)")
 set(TILEWISE_CUDA_FORCED_TABLES "" CACHE STRING "Also these tile tables, for tests on these GPUs")
 
-set(cuda_tables Sm75 Sm80 Sm86 Sm90 Sm120)
-set(cuda_specific_tables Sm90a) # machine code for exactly this capability
 set(cuda_ptx_to_force 75 80) # tables that every GPU build can be forced to use
-
-# The architectures of "all". SASS of one major version does not run on another one, and GPUs newer
-# than these use PTX. An instance is compiled to PTX once, for its oldest architecture (which must
-# come first), and assembled for each one: the front end costs as much as the assembler, and a tile
-# table needs nothing that its oldest GPU lacks.
-set(all_Sm75 75-real 75-virtual)
-set(all_Sm80 80-real 80-virtual)
-set(all_Sm86 86-real)
-set(all_Sm90 90-real 100-real 90-virtual)
-set(all_Sm120 120-real)
-set(all_Sm90a 90a-real)
-set(all_any 75-real 80-real 90-real 100-real 120-real 75-virtual)
 
 # --- which build ---------------------------------------------------------------------------------
 # The compute capabilities of the GPUs of this machine, such as 90; empty if there is none.
@@ -108,8 +95,8 @@ message(STATUS "tilewise: CUDA ${cuda_reason}")
 function(tilewise_table_of sm result)
   set(table "")
   foreach(candidate IN LISTS cuda_tables)
-    string(SUBSTRING ${candidate} 2 -1 first)
-    if(sm GREATER_EQUAL first)
+    string(REGEX REPLACE "^Sm" "" first ${candidate})
+    if(first MATCHES "^[0-9]+$" AND sm GREATER_EQUAL first)
       set(table ${candidate})
     endif()
   endforeach()
@@ -160,11 +147,25 @@ function(tilewise_code_of table result)
 endfunction()
 
 # --- instances -----------------------------------------------------------------------------------
-# Lines "family arch element head_dim head_dim_v" of the instances to build.
-function(tilewise_list_instances result)
-  set(program "${PROJECT_SOURCE_DIR}/tools/kernel_instances.cpp")
+# Sets the list cuda_tables and, for each of its tables, cuda_number_<table> and all_<table> (the
+# architectures of "all"); and the list cuda_instances, whose lines are
+# "family table element head_dim head_dim_v [option of ptxas]", of the instances to build.
+macro(tilewise_read_instances)
+  file(GLOB cuda_lists CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*/instances.h")
+  set(program "${PROJECT_BINARY_DIR}/kernel_instances.cpp")
+  set(TILEWISE_INCLUDE_INSTANCES "")
+  set(TILEWISE_PRINT_INSTANCES "")
+  foreach(each IN LISTS cuda_lists)
+    cmake_path(GET each PARENT_PATH family)
+    cmake_path(GET family FILENAME family)
+    string(APPEND TILEWISE_INCLUDE_INSTANCES "#include \"cuda/${family}/instances.h\"\n")
+    string(APPEND TILEWISE_PRINT_INSTANCES
+           "  print(\"${family}\", ${family}::kTables,\n"
+           "        [](auto visit) { ${family}::for_each_instance(visit); });\n")
+  endforeach()
+  configure_file("${PROJECT_SOURCE_DIR}/tools/kernel_instances.cpp.in" "${program}" @ONLY)
   set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-               "${program}" "${PROJECT_SOURCE_DIR}/src/cuda/manifest.h")
+               ${cuda_lists} "${PROJECT_SOURCE_DIR}/src/cuda/kernel_instance.h")
   unset(cuda_units_ran CACHE)
   unset(cuda_units_compiled CACHE)
   try_run(cuda_units_ran cuda_units_compiled "${PROJECT_BINARY_DIR}/kernel_instances" "${program}"
@@ -172,12 +173,22 @@ function(tilewise_list_instances result)
           CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
           COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE output)
   if(NOT cuda_units_compiled OR NOT cuda_units_ran EQUAL 0)
-    message(FATAL_ERROR "tools/kernel_instances.cpp: ${errors}${output}")
+    message(FATAL_ERROR "${program}: ${errors}${output}")
   endif()
   string(REGEX MATCHALL "[^\n]+" lines "${output}")
-  set(wanted "")
+  set(cuda_tables "")
+  set(cuda_instances "")
   foreach(line IN LISTS lines)
+    string(STRIP "${line}" line)
     string(REPLACE " " ";" fields "${line}")
+    list(POP_FRONT fields kind)
+    if(kind STREQUAL "table")
+      list(POP_FRONT fields table number)
+      list(APPEND cuda_tables ${table})
+      set(cuda_number_${table} ${number})
+      set(all_${table} ${fields})
+      continue()
+    endif()
     list(GET fields 0 family)
     list(GET fields 1 table)
     list(GET fields 2 element)
@@ -185,12 +196,12 @@ function(tilewise_list_instances result)
     if((NOT TILEWISE_CUDA_ELEMENTS OR element IN_LIST TILEWISE_CUDA_ELEMENTS)
        AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS
             OR "${family}:${head_dim}" IN_LIST TILEWISE_CUDA_HEAD_DIMS)
-       AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "-" OR table IN_LIST TILEWISE_CUDA_TABLES))
-      list(APPEND wanted "${line}")
+       AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "any" OR table IN_LIST TILEWISE_CUDA_TABLES))
+      list(JOIN fields " " line)
+      list(APPEND cuda_instances "${line}")
     endif()
   endforeach()
-  set(${result} "${wanted}" PARENT_SCOPE)
-endfunction()
+endmacro()
 
 # nvcc's option for architectures: for 90-real, 100-real, 90-virtual it is
 # arch=compute_90,code=[sm_90,sm_100,compute_90].
@@ -234,11 +245,6 @@ endfunction()
 
 # A row for cuda/kernel_set.h: "{90, {90, 100}, {90}},".
 function(tilewise_code_row table architectures result)
-  string(REGEX REPLACE "^(Sm|any)" "" number "${table}")
-  string(REGEX REPLACE "a$" "1" number "${number}") # arch/hopper.h
-  if(number STREQUAL "")
-    set(number 0)
-  endif()
   set(sass "")
   set(ptx "")
   foreach(each IN LISTS architectures)
@@ -251,7 +257,7 @@ function(tilewise_code_row table architectures result)
   endforeach()
   list(JOIN sass ", " sass)
   list(JOIN ptx ", " ptx)
-  set(${result} "    {${number}, {${sass}}, {${ptx}}},\n" PARENT_SCOPE)
+  set(${result} "    {${cuda_number_${table}}, {${sass}}, {${ptx}}},\n" PARENT_SCOPE)
 endfunction()
 
 # Adds src/cuda to the object library: the host code always, so that any build can plan for any
@@ -259,8 +265,8 @@ endfunction()
 function(tilewise_add_cuda target)
   set(source_dir "${PROJECT_SOURCE_DIR}/src/cuda")
   set(build_dir "${PROJECT_BINARY_DIR}/cuda")
-  file(GLOB host CONFIGURE_DEPENDS "${source_dir}/*.cpp")
-  list(FILTER host EXCLUDE REGEX "/(runtime|launch)[^/]*$")
+  file(GLOB host CONFIGURE_DEPENDS "${source_dir}/*.cpp" "${source_dir}/*/*.cpp")
+  list(FILTER host EXCLUDE REGEX "/runtime_[^/]*$")
   set(TILEWISE_INSTANCE_DECLARATIONS "")
   set(TILEWISE_INSTANCE_POINTERS "")
   set(TILEWISE_CODE_ROWS "")
@@ -278,20 +284,15 @@ function(tilewise_add_cuda target)
   endif()
 
   if(NOT runtime STREQUAL "none")
-    file(GLOB launch CONFIGURE_DEPENDS "${source_dir}/launch*.cpp")
-    target_sources(${target} PRIVATE ${launch})
-    tilewise_list_instances(instances)
-    foreach(table IN ITEMS any ${cuda_tables} ${cuda_specific_tables})
+    tilewise_read_instances()
+    foreach(table IN LISTS cuda_tables)
       set(sources_${table} "")
     endforeach()
-    foreach(line IN LISTS instances)
+    foreach(line IN LISTS cuda_instances)
       string(REPLACE " " ";" fields "${line}")
-      list(POP_FRONT fields family TILEWISE_ARCH TILEWISE_ELEMENT TILEWISE_HEAD_DIM
-           TILEWISE_HEAD_DIM_V)
-      set(table "${TILEWISE_ARCH}")
-      if(table STREQUAL "-")
-        set(table any)
-      endif()
+      list(POP_FRONT fields family table TILEWISE_ELEMENT TILEWISE_HEAD_DIM TILEWISE_HEAD_DIM_V
+           ptxas)
+      set(TILEWISE_ARCH ${table})
       tilewise_code_of(${table} code)
       if(code OR TILEWISE_CUDA_EMULATOR)
         string(TOLOWER "${family}_${table}_${TILEWISE_ELEMENT}_d${TILEWISE_HEAD_DIM}" name)
@@ -300,12 +301,9 @@ function(tilewise_add_cuda target)
         endif()
         set(TILEWISE_INSTANCE "kernels_${name}")
         set(file "${build_dir}/${name}.${extension}")
-        configure_file("${source_dir}/instances/${family}.cu.in" "${file}" @ONLY)
-        # ptxas at level 1 keeps the order of the products that the fp32 kernels choose; where
-        # registers are scarce, higher levels make chains of dependent products of it, and spill.
-        if(family STREQUAL "mma_sync" AND TILEWISE_ELEMENT STREQUAL "F32" AND extension STREQUAL "cu"
-           AND TILEWISE_HEAD_DIM GREATER 64)
-          set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=-O1)
+        configure_file("${source_dir}/${family}/instance.cu.in" "${file}" @ONLY)
+        if(ptxas AND extension STREQUAL "cu")
+          set_source_files_properties("${file}" PROPERTIES COMPILE_OPTIONS -Xptxas=${ptxas})
         endif()
         list(APPEND sources_${table} "${file}")
         string(APPEND TILEWISE_INSTANCE_DECLARATIONS "extern const KernelSet ${TILEWISE_INSTANCE};\n")
@@ -316,7 +314,7 @@ function(tilewise_add_cuda target)
     file(CONFIGURE OUTPUT "${build_dir}/common.${extension}"
          CONTENT "#include \"cuda/common/kernels.cu\"\n" @ONLY)
     list(APPEND sources_any "${build_dir}/common.${extension}")
-    foreach(table IN ITEMS any ${cuda_tables} ${cuda_specific_tables})
+    foreach(table IN LISTS cuda_tables)
       if(sources_${table})
         set(code "")
         if(NOT TILEWISE_CUDA_EMULATOR)
@@ -333,7 +331,7 @@ function(tilewise_add_cuda target)
     endforeach()
   endif()
 
-  configure_file("${source_dir}/instances/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
+  configure_file("${source_dir}/registry.cpp.in" "${build_dir}/registry.cpp" @ONLY)
   target_sources(${target} PRIVATE ${host} "${source_dir}/runtime_${runtime}.cpp"
                                    "${build_dir}/registry.cpp")
   # The instances are objects of separate libraries, which every target that links ours needs.

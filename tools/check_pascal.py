@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvcc-cu12==12.9.86"]
 ELEMENTS = ["F16", "BF16", "F32"]
-HEAD_DIMS = [64, 128, 256, 512]  # of simt in src/cuda/manifest.h
+HEAD_DIMS = [64, 128, 256, 512]  # of src/cuda/simt/instances.h
 KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_prepare", "backward_keys", "backward_rows"],

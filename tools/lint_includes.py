@@ -1,10 +1,12 @@
 """Include lint: each layer includes only lower ones (docs/architecture.md).
 
-    base <- attention <- { cpu, cuda/ptx <- cuda/tile <- families <- cuda } <- dispatch <- capi
-      <- bindings
+    base <- attention <- { cpu, cuda/ptx <- cuda/tile <- kernels <- cuda <- families } <- dispatch
+      <- capi <- bindings
 
-Families (cpu and the folders of src/cuda that hold kernels) never include each other, and layers
-below the kernels include neither CUDA headers nor intrinsics. Run: python tools/lint_includes.py
+Families (cpu and the folders of src/cuda that hold kernels) never include each other. The host code
+of a CUDA family (family.*, plan.*, instances.h and sources) uses the planners' and launchers'
+shared code in src/cuda; its kernels do not. Layers below the kernels include neither CUDA headers
+nor intrinsics. Run: python tools/lint_includes.py
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from pathlib import Path, PurePosixPath
 from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
 
 CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma")
+_HOSTS = tuple(f"{family}/host" for family in CUDA_FAMILIES)
+# Headers of a family's folder for host code; its sources (.cpp) are host code as well.
+_HOST_HEADERS = ("family.h", "instances.h", "plan.h")
 _BELOW_FAMILIES = (
     "base",
     "attention",
@@ -54,8 +59,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cuda/tile": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch"),
     "cuda/common": ("base", "attention", "cuda/params", "cuda/ptx", "cuda/arch", "cuda/tile"),
     **dict.fromkeys(CUDA_FAMILIES, _BELOW_FAMILIES),
-    "cuda": (*_BELOW_FAMILIES, *CUDA_FAMILIES),
-    "dispatch": ("cpu", "cuda", *_BELOW_FAMILIES),
+    "cuda": _BELOW_FAMILIES,
+    **{f"{family}/host": (family, "cuda", *_BELOW_FAMILIES) for family in CUDA_FAMILIES},
+    "dispatch": ("cpu", "cuda", *_HOSTS, *_BELOW_FAMILIES),
     "capi": ("dispatch", "cpu", "cuda", "base", "attention"),
     "public": (),
     "bindings": (),
@@ -87,7 +93,9 @@ def layer_of(path: PurePosixPath) -> str | None:
     if folders == ["cuda", "common"] and rest[-1].startswith("kernels."):
         return "cuda"  # the table of launches, not a kernel
     if folders[0] == "cuda":
-        return "/".join(folders[:2])
+        layer = "/".join(folders[:2])
+        host = path.suffix == ".cpp" or path.name in _HOST_HEADERS
+        return f"{layer}/host" if host and layer in CUDA_FAMILIES else layer
     return folders[0]
 
 

@@ -131,11 +131,7 @@ void run(const Request& request, void* workspace, int64_t workspace_bytes) {
   const Parallel parallel = make_parallel(request.problem.parallel);
   const dispatch::Decision decision = decide(request, device_of(request.problem, parallel.threads));
   check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
-  if (decision.on_gpu()) {
-    on_gpu([&] { cuda::launch(request, decision.cuda, workspace); });
-  } else {
-    cpu::launch(request, decision.cpu, workspace, parallel);
-  }
+  on_gpu([&] { dispatch::launch(decision, request, workspace, parallel); });
 }
 
 void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {

@@ -11,46 +11,53 @@ using namespace tilewise;
 
 namespace {
 
-// Row `index` of the support matrix in the C ABI: the families of the manifest, one row per dtype.
+// Row `index` of the support matrix in the C ABI: the families of the library, one row per dtype.
 struct Row {
-  const dispatch::Family* family;
+  const FamilyFacts* facts;
+  tilewise_device device;
   int32_t dtype;
+  bool available;  // on the CPU or a GPU of this machine
 };
 
-Row matrix_row(int32_t index) {
-  int32_t row = 0;
-  for (const dispatch::Family& family : dispatch::kManifest) {
-    for (int32_t dtype = TILEWISE_FLOAT32; dtype <= TILEWISE_FLOAT8_E4M3; ++dtype) {
-      if (!family.dtypes.contains(dtype)) continue;
-      if (row == index) return {&family, dtype};
-      ++row;
-    }
-  }
-  capi::refuse_range("index", index, 0, row - 1);
+bool runs_here(const cpu::FamilyRow& family) {
+  return dispatch::can_run(family, dispatch::this_cpu(1));
 }
-
-// Whether the CPU or a GPU of this machine can run the family.
-bool runs_here(const dispatch::Family& family) {
-  if (family.device == TILEWISE_CPU) return dispatch::can_run(family, dispatch::this_cpu(1));
+bool runs_here(const cuda::FamilyRow& family) {
   for (int32_t i = 0; i < cuda::gpu_count(); ++i) {
     if (dispatch::can_run(family, dispatch::this_gpu(i))) return true;
   }
   return false;
 }
 
+Row matrix_row(int32_t index) {
+  Row found{};
+  int32_t row = 0;
+  const auto visit = [&](const auto& family, tilewise_device device) {
+    for (int32_t dtype = TILEWISE_FLOAT32; dtype <= TILEWISE_FLOAT8_E4M3; ++dtype) {
+      if (!family.facts.dtypes.contains(dtype)) continue;
+      if (row++ == index) found = {&family.facts, device, dtype, runs_here(family)};
+    }
+  };
+  for (const cpu::FamilyRow& family : dispatch::families().cpu) visit(family, TILEWISE_CPU);
+  for (const cuda::FamilyRow* family : dispatch::families().cuda) visit(*family, TILEWISE_CUDA);
+  if (found.facts == nullptr)
+    capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);
+  return found;
+}
+
 tilewise_kernel_info describe(const Row& row) {
-  const dispatch::Family& family = *row.family;
+  const FamilyFacts& facts = *row.facts;
   tilewise_kernel_info info{};
-  info.device = family.device;
+  info.device = row.device;
   info.dtype = row.dtype;
-  info.max_head_dim = family.max_head_dim;
-  info.forward = family.forward ? 1 : 0;
-  info.backward = family.backward ? 1 : 0;
-  info.available = runs_here(family) ? 1 : 0;
-  std::snprintf(info.name, sizeof(info.name), "%s", family.name);
-  const bool emulated = family.device == TILEWISE_CUDA && cuda::registry().emulated;
+  info.max_head_dim = facts.max_head_dim;
+  info.forward = facts.passes.contains(Pass::forward) ? 1 : 0;
+  info.backward = facts.passes.contains(Pass::backward) ? 1 : 0;
+  info.available = row.available ? 1 : 0;
+  std::snprintf(info.name, sizeof(info.name), "%s", facts.name);
+  const bool emulated = row.device == TILEWISE_CUDA && cuda::registry().emulated;
   std::snprintf(info.requires_, sizeof(info.requires_), "%s",
-                emulated ? "nothing: emulated on this CPU, for tests" : family.requires_);
+                emulated ? "nothing: emulated on this CPU, for tests" : facts.requires_);
   return info;
 }
 
@@ -75,7 +82,7 @@ const char* tilewise_cpu_isa(int32_t index, int32_t* available) {
 }
 
 const char* tilewise_current_cpu(void) {
-  const cpu::Isa isa = dispatch::instruction_set(dispatch::this_cpu(1));
+  const cpu::Isa isa = cpu::instruction_set(dispatch::this_cpu(1).cpu);
   return cpu::kIsaNames[static_cast<std::size_t>(isa)];
 }
 

@@ -13,8 +13,7 @@
 
 namespace tilewise::cuda {
 
-enum class Family : int32_t { simt, mma_sync, wgmma };
-
+struct FamilyRow;
 struct KernelSet;
 struct Registry;
 
@@ -23,9 +22,8 @@ struct Registry;
 struct Plan {
   static constexpr int64_t kMaxBlocks = INT32_MAX;  // per grid
 
-  Family family = Family::simt;
   Form form = Form::plain;
-  int32_t architecture = 0;  // tile table: 75, 80, 86, 90, 120 or 901 (wgmma); 0 for simt
+  int32_t architecture = 0;  // tile table; 0 in a family without
   int32_t head_dim = 0;      // of the kernels; at least that of the problem
   int32_t tile_q = 0;
   int32_t tile_k = 0;
@@ -35,7 +33,7 @@ struct Plan {
   int64_t splits = 1;            // the maximum of `split_rule` over the sequences
   SplitRule split_rule;          // splits per sequence
   ChunkSchedule chunks;          // equal chunks of a varlen batch, instead of splits
-  StreamKTail stream_k;          // wgmma: all CTAs share the tiles of the last wave
+  StreamKTail stream_k;          // all CTAs share the tiles of the last wave
   int32_t cluster_size = 1;      // CTAs that combine the splits of a tile in a cluster; 1: none do
   int32_t max_cluster_size = 0;  // if not 0: a cluster combines, and `splits` is at most this
   bool last_cta_combines = false;  // a tile's last CTA, not a kernel, combines its chunks
@@ -52,20 +50,17 @@ struct Plan {
   int64_t workspace_bytes = 0;
 
   const KernelSet* kernel_set = nullptr;     // null: no kernel serves the problem
-  const KernelSet* nan_recompute = nullptr;  // simt kernels of the NaN recompute; null: not needed
+  const KernelSet* nan_recompute = nullptr;  // of another family; null: not needed
   TileOrder order{};                         // its table is set at launch
   int32_t tiles = 0;                         // over rows, heads and sequences
   int64_t blocks = 0;                        // CTAs of the main kernel
   int64_t grid = 0;                          // CTAs of the largest kernel
   bool dynamic_scheduling = false;           // TmaForwardParams::tile_counter
+  int32_t rows_per_recompute = 0;  // per entry of TmaForwardParams::recompute_list; 0: no list
 
   // If this is false, the plan has kernels and a grid, but no workspace.
   bool can_be_launched() const { return grid <= kMaxBlocks; }
 };
-
-// The plan of a family whose kernels are in `registry`; it has no kernel set if none of these
-// serves the request.
-Plan plan(const Request& request, Family family, const Gpu& gpu, const Registry& registry);
 
 // Thrown when `check` finds an entry of an index array that is not allowed, or when the stream is
 // being captured, so that the check cannot wait for its result.
@@ -73,9 +68,6 @@ struct InvalidArgument : Error {
   using Error::Error;
 };
 
-// Runs on problem.stream of GPU problem.device_index. The request has been validated; the workspace
-// is GPU memory of at least plan.workspace_bytes, aligned to 64 bytes.
-void launch(const Request& request, const Plan& plan, void* workspace);
 void append_kv(const tilewise_kv_append& append);
 
 // A fault of an index array in words.

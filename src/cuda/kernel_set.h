@@ -10,14 +10,13 @@
 
 namespace tilewise::cuda {
 
-// The kernels of one form. A null function means that this build has no such kernel. In the simt
-// family `backward` computes dK and dV, and `finish` computes dQ.
+// The kernels of one form. A null function means that this build has no such kernel.
 struct FormKernels {
   Kernel<ForwardParams> forward;
   Kernel<BackwardParams> prepare;
   Kernel<BackwardParams> backward;
   Kernel<BackwardParams> finish;
-  // Instead of `forward` and `backward` in the wgmma family and in the TMA forms of mma_sync.
+  // Instead of `forward` and `backward` where tensors are loaded by TMA.
   Kernel<TmaForwardParams> tma_forward = {};
   // Decoding with kMaxWarpsPerTile warps per tile.
   Kernel<TmaForwardParams> tma_forward_warp_split = {};
@@ -33,8 +32,8 @@ struct Tile {
 };
 
 struct KernelSet {
-  Family family = Family::simt;
-  int32_t architecture = 0;  // tile table; 0 for simt, which has none
+  const FamilyRow* family = nullptr;
+  int32_t architecture = 0;  // tile table; 0 in a family without
   int32_t dtype = 0;
   bool tf32 = false;
   int32_t head_dim = 0;
@@ -42,9 +41,9 @@ struct KernelSet {
   Tile forward_tile;
   Tile backward_tile;
   FormKernels plain;
-  FormKernels general;               // simt: the same as `plain`
-  FormKernels paged = {};            // forward of mma_sync with 16-bit keys
-  FormKernels tma = {};              // decode forward of mma_sync
+  FormKernels general;               // may be the same as `plain`
+  FormKernels paged = {};            // forward only
+  FormKernels tma = {};              // decode forward only
   FormKernels tma_paged = {};        // likewise
   bool persistent_backward = false;  // a smaller grid may compute all tiles
   int32_t prepare_splits = 1;        // CTAs of the prepare kernel per row tile
@@ -70,7 +69,7 @@ struct KernelSet {
   bool has_backward() const { return backward_tile.rows > 0; }
 };
 
-// The machine code of a tile table (0: simt and common), as compute capabilities (major * 10 +
+// The machine code of a tile table (0: kernels without one), as compute capabilities (major * 10 +
 // minor).
 struct Code {
   int32_t architecture;
@@ -95,7 +94,7 @@ struct Registry {
   std::span<const Code> code;
   bool emulated = false;  // the emulator runs every kernel, independent of `code`
 
-  // Whether a GPU of this compute capability can run the kernels of a tile table (0: simt).
+  // Whether a GPU of this compute capability can run the kernels of a tile table.
   bool runs(int32_t architecture, int32_t sm) const {
     for (const Code& entry : code) {
       if (entry.architecture == architecture) return emulated || runs_on(entry, sm);

@@ -19,16 +19,6 @@ void refuse_capture(Stream stream) {
 
 }  // namespace
 
-void launch(const Request& request, const Plan& plan, void* workspace) {
-  const DeviceScope scope(request.problem.device_index);
-  switch (request.pass) {
-    case Pass::forward:
-      return launch_forward(request.problem, plan, workspace);
-    case Pass::backward:
-      return launch_backward(request, plan, workspace);
-  }
-}
-
 void check_entries(const Request& request, void* report) {
   const Problem& p = request.problem;
   refuse_capture(p.stream);

@@ -1,18 +1,62 @@
-// Helpers of the forward and backward launches.
+// The launches around the main kernels of a family, and helpers of the launchers.
 #pragma once
 
 #include "cuda/backend.h"
 #include "cuda/common/prepare.h"
 #include "cuda/kernel_set.h"
+#include "cuda/plan.h"
 
 namespace tilewise::cuda {
+
+// The launches of a forward, optional ones in brackets: [index check] [prepare] main [combine] [NaN
+// recompute]. The constructor makes those before the main kernel and `finish` those after it; the
+// family launches the main kernel in between.
+class ForwardLaunch {
+ public:
+  ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace);
+  void finish();
+
+  const DeviceScope scope;
+  const Problem& problem;
+  const Plan& plan;
+  const ForwardWorkspace regions;
+  Start start;           // of the main kernel
+  ForwardParams params;  // of the main kernel
+
+  const FormKernels& kernels() const { return plan.kernel_set->form(plan.form); }
+};
+
+// The launches of a backward: [index check] [prepare] main kernels [NaN recompute] [dbias] [dsinks]
+// [sums of dsinks and dscale].
+class BackwardLaunch {
+ public:
+  BackwardLaunch(const Request& request, const Plan& plan, const BackwardWorkspace& regions,
+                 void* workspace);
+  void finish();
+
+  const DeviceScope scope;
+  const Plan& plan;
+  const BackwardWorkspace regions;
+  void* const workspace;
+  Problem problem;        // with checked copies of the index arrays
+  BackwardParams params;  // of the main kernels
+
+  // Whether the main kernels are launched for dK and dV, and for dQ or dscale.
+  bool keys() const {
+    return params.gradients.dk.data != nullptr || params.gradients.dv.data != nullptr;
+  }
+  bool rows() const {
+    return params.gradients.dq.data != nullptr || params.gradients.dscale != nullptr;
+  }
+  const FormKernels& kernels() const { return plan.kernel_set->form(plan.form); }
+};
+
+// The parameters of kernels that compute far rows.
+void set_far_rows(BackwardParams& params, const FarRowRegions& regions, void* workspace);
 
 // Checks the index arrays on the GPU and waits for the result; throws InvalidArgument for a fault.
 // `report` is an IndexFault in the workspace.
 void check_entries(const Request& request, void* report);
-
-void launch_forward(const Problem& p, const Plan& plan, void* workspace);
-void launch_backward(const Request& request, const Plan& plan, void* workspace);
 
 // Returns an id that is unique within the process. Ids count up from a random number, so that
 // uninitialised memory is unlikely to hold one.

@@ -1,22 +1,32 @@
-// The planner of the CUDA backend. It takes a registry, so that tests can plan for builds and GPUs
-// that they do not have. Everything here is a pure function of its arguments and reads no index
-// array.
+// The part of planning that the CUDA families share. Every function is a pure one of its arguments
+// and reads no index array.
 #pragma once
 
-#include "cuda/backend.h"
+#include "cuda/family.h"
 #include "cuda/kernel_set.h"
 #include "cuda/params.h"
 
 namespace tilewise::cuda {
 
-// The kernels that serve a request; null: none do. The tile table is the GPU's own or the
-// forced one. If the build lacks the GPU's own, it is the nearest lower one whose code the GPU runs
-// and whose tiles fit its shared memory.
-const KernelSet* find_kernels(const Request& request, Family family, const Gpu& gpu,
-                              const Registry& registry);
+// The kernel sets of a registry that may serve a request.
+struct KernelQuery {
+  const FamilyRow* family;
+  int32_t table;  // tile table; 0 in a family without
+  int32_t dtype;  // that the kernels are compiled for
+  bool tf32 = false;
+};
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry);
-Plan plan_backward(const Request& request, Family family, const Gpu& gpu, const Registry& registry);
+// The kernel set with the smallest head dimensions that hold the problem's, whose code the GPU runs
+// and whose tiles fit its shared memory; null: there is none.
+const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
+                              const Target& target);
+
+// The kernels with smaller tiles for few rows if there are any that serve the request, otherwise
+// the kernel set itself.
+const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& request, const Gpu& gpu);
+
+// The kernels that complete flagged tiles (FamilyRow::recompute_kernels); null: there are none.
+const KernelSet* find_recompute_kernels(const Request& request, const Target& target);
 
 // Whether the fast path serves the request: it has no option of the general form, and every row
 // that is read or written starts at a multiple of 16 bytes.
@@ -25,15 +35,27 @@ bool fits_plain(const Request& request);
 // The kernel form for a forward.
 Form forward_form(const Problem& p, const KernelSet& kernel_set);
 
-// Whether a forward has so few rows that it uses the decode tiles of mma_sync instead of wgmma.
-bool is_decode(const Problem& p);
+// A forward is planned in four steps, between which a family adds what only its kernels do: tiles,
+// packing and their order; the splits of the keys of a tile; the sizes of the grid; triggers of the
+// next launch and the workspace. After the first and the third step the plan may have a grid that
+// cannot be launched; the other steps are then skipped.
+Plan plan_forward_tiles(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu);
+void plan_key_splits(Plan& plan, const Problem& p, const Gpu& gpu);
+void plan_forward_grid(Plan& plan, const Problem& p, const Gpu& gpu);
+void finish_forward_plan(Plan& plan, const Problem& p, const Gpu& gpu);
 
-// Why the wgmma family does not serve the request on any GPU; null: it does. The text continues a
-// sentence after "but ".
-const char* why_not_wgmma(const Request& request);
+// A backward is planned in three steps: tiles and their order; interleaved heads; the largest of
+// the grids, here of kernels with one CTA per tile of keys and per tile of rows. A family with
+// other grids or another order plans these itself.
+Plan plan_backward_tiles(const Request& request, const KernelSet& kernel_set);
+void interleave_backward_heads(Plan& plan, const Problem& p, const Gpu& gpu);
+void plan_backward_grid(Plan& plan, const Request& request);
+
+// Number of heads whose Q, dO and dQ sums fit in L2 together.
+int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu);
 
 // Whether 0 * NaN of a masked key may contaminate a row, because some key tile has keys that only
-// some rows attend to. See Flags and, for the wgmma forward, NanRecompute. False when the limits of
+// some rows attend to. See Flags. False when the limits of
 // the band lie outside of every sequence, as with a single causal row.
 bool nan_may_leak(const Problem& p);
 
@@ -52,8 +74,8 @@ struct ForwardWorkspace {
   Region report;          // result of the index check
   Region index_copies;    // common::IndexCopies
   Region table;           // TileOrder::table
-  Region tile_counter;    // wgmma: TmaForwardParams::tile_counter
-  Region recompute_list;  // wgmma: TmaForwardParams::recompute_list
+  Region tile_counter;    // TmaForwardParams::tile_counter
+  Region recompute_list;  // TmaForwardParams::recompute_list
   Region flags;
   Region arrivals;  // ForwardParams::arrivals
   Region partial_out;
@@ -68,26 +90,32 @@ bool needs_combine_kernel(const Plan& plan);
 // Upper bound of the packed rows per sequence and head group.
 int64_t packed_rows(const Problem& p, const Plan& plan);
 
+// The regions that all families use; each family derives a struct with those of its kernels.
 struct BackwardWorkspace {
   Region report;
   Region index_copies;
   Region table;
   Region key_flags;
   Region row_flags;
-  Region row_lse;
   Region row_delta;
-  Region row_origin;
-  Region row_origin_low;
-  Region far_rows;
-  Region dq_sum;
-  Region dq_semaphores;
-  Region descriptors;  // wgmma: TileDescriptor per CTA
-  Region tile_counter;
+  Region dq_semaphores;  // the prepare kernel zeroes it
   Region dscale_partials;
   Region dsinks_partials;
   int64_t bytes = 0;
 };
-BackwardWorkspace backward_workspace(const Problem& p, const Gradients& g, const Plan& plan);
+class Workspace;
+
+// The regions of kernels that compute far rows (BackwardParams::far_rows).
+struct FarRowRegions {
+  Region row_origin;
+  Region row_origin_low;
+  Region flag;
+};
+FarRowRegions take_far_rows(Workspace& workspace, int64_t rows);
+
+// Takes the regions of the base class.
+void take_shared_regions(BackwardWorkspace& regions, Workspace& workspace, const Request& request,
+                         const Plan& plan);
 
 // CTAs of the row kernels, which take one tile of padded rows each.
 int64_t row_blocks(const Problem& p, const Plan& plan);

@@ -283,13 +283,9 @@ int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int6
   return ceil_div(key_tiles, tiles);
 }
 
-namespace {
-
 bool uses_decode_tile(const Plan& plan) {
-  return plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows;
+  return plan.kernel_set->forward_tile.rows == kDecodeRows;
 }
-
-}  // namespace
 
 // A combine kernel waits for the whole main kernel, so it may launch early. Otherwise the next
 // launch is probably the decode of the next call, whose CTAs spread evenly over the SMs only if

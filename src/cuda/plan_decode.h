@@ -12,6 +12,9 @@ inline constexpr int64_t kMaxSplits = 128;
 
 bool reads_float8(const KernelSet& kernel_set);
 
+// Whether the kernels have the tile of decoding, which is as small as an instruction allows.
+bool uses_decode_tile(const Plan& plan);
+
 // Whether the kernels decode with keys and values loaded by TMA.
 bool uses_tma(const KernelSet& kernel_set);
 // Whether each warp loads and reads a pipeline of its own. Only then can clusters or the last CTA

@@ -1,6 +1,5 @@
-// Planning of the forward: head packing, tile order, key splits, Stream-K tail and workspace.
+// Planning of the forward: head packing, tile order, key splits and workspace.
 // docs/lab/decode-planner-rules.md has the measurements behind the thresholds for decoding.
-#include "cuda/arch/hopper.h"
 #include "cuda/common/check.h"
 #include "cuda/common/prepare.h"
 #include "cuda/plan.h"
@@ -196,8 +195,7 @@ bool uses_uniform_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int
 
 // Plans a decode with device lengths: chunks or, for kernels that cannot count them, a split rule.
 void split_device_lengths(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
-  if (plan.family == Family::mma_sync && plan.kernel_set->forward_tile.rows == kDecodeRows)
-    plan.chunks = chunk_schedule(p, plan, gpu, blocks);
+  if (uses_decode_tile(plan)) plan.chunks = chunk_schedule(p, plan, gpu, blocks);
   plan.last_cta_combines = plan.chunks.any() && last_cta_combines(p, plan, gpu, blocks);
   plan.splits = 1;
   plan.split_rule = {};
@@ -224,17 +222,6 @@ void split(Plan& plan, const Problem& p, const Gpu& gpu, int64_t blocks) {
     split_device_lengths(plan, p, gpu, blocks);
 }
 
-// Whether the number of keys grows linearly from tile to tile, for bands with one limit. It does
-// not if more rows than a tile has attend to no key or to all keys; paired waves would then be
-// slower than dynamic scheduling (simulated: by 1 to 3 % up to one tile of such rows, by 21 % with
-// twice as many rows as keys).
-bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
-  const int64_t more_rows = max_rows(p) - max_keys(p);
-  const int64_t equal_rows = p.window_right >= 0 ? max(more_rows, p.window_right)
-                                                 : more_rows + min(p.window_left, max_keys(p));
-  return equal_rows <= rows_of_tile;
-}
-
 // Whether the CTAs of a tile's splits form a cluster that combines them.
 bool cluster_combines(const Problem& p, const Plan& plan, const Gpu& gpu) {
   if (plan.max_cluster_size > 0) return plan.splits > 1;
@@ -249,52 +236,6 @@ int64_t largest_grid(const Problem& p, const Plan& plan) {
   return one_cta_per_row ? max(plan.blocks, total_rows(p) * p.heads_q) : plan.blocks;
 }
 
-// Whether CTAs take pairs of tiles wave by wave: causal masks whose tile lengths follow from the
-// shape.
-bool uses_paired_waves(const Problem& p, const Plan& plan) {
-  return plan.family == Family::wgmma && plan.order.longest_tile != LongestTile::none &&
-         has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
-         plan.splits == 1;
-}
-
-// Cost of a Stream-K tail, in multiply-adds of one SM: a fixed part for prologues, epilogues and
-// the combine kernel (H200: 6 us), and a part per element of the partial results (0.4 us per MB).
-constexpr int64_t kStreamKFixedCost = int64_t{16} << 20;
-constexpr int64_t kStreamKCostPerElement = 5;
-
-// Shares the tiles of a partial last wave if that saves more time than it costs. Only the fast
-// path of wgmma does so, with uniform lengths and no mask, where all tiles have the same number of
-// key tiles.
-StreamKTail choose_stream_k_tail(const Problem& p, const Plan& plan, const Gpu& gpu,
-                                 int64_t blocks) {
-  const bool uniform = p.window_left < 0 && p.window_right < 0 && has_uniform_sequences(p);
-  if (plan.family != Family::wgmma || plan.form != Form::plain || plan.pack > 1 || !uniform ||
-      p.batch_invariant != 0 || p.num_splits > 0)
-    return {};
-  const int64_t sms = gpu.sm_count;
-  const int64_t tail_tiles = blocks % sms;
-  const int64_t key_tiles = ceil_div(p.seqlen_k, plan.tile_k);
-  if (tail_tiles == 0 || key_tiles == 0 || tail_tiles * key_tiles > INT32_MAX) return {};
-  // So few tiles need key splits instead, because even the largest number of shares leaves SMs
-  // idle.
-  if (blocks * (StreamKTail::kMaxShares - 1) < sms) return {};
-  // A tile may begin and end inside a share, so it has one share more than the quotient.
-  const int64_t share = max(ceil_div(tail_tiles * key_tiles, sms),
-                            ceil_div(key_tiles, int64_t{StreamKTail::kMaxShares - 1}));
-  StreamKTail tail;
-  tail.tiles = static_cast<int32_t>(tail_tiles);
-  tail.first = static_cast<int32_t>(blocks - tail_tiles);
-  tail.key_tiles = static_cast<int32_t>(key_tiles);
-  tail.key_tiles_per_cta = static_cast<int32_t>(share);
-  tail.columns = plan.kernel_set->head_dim_v;
-  const int64_t macs_per_key_tile =
-      plan.tile_q * plan.tile_k * (plan.kernel_set->head_dim + tail.columns);
-  const int64_t partial_elements = int64_t{tail.num_results()} * plan.tile_q * tail.columns;
-  const bool pays = (key_tiles - share) * macs_per_key_tile >=
-                    kStreamKFixedCost + kStreamKCostPerElement * partial_elements;
-  return pays ? tail : StreamKTail{};
-}
-
 }  // namespace
 
 bool needs_combine_kernel(const Plan& plan) {
@@ -304,12 +245,9 @@ bool needs_combine_kernel(const Plan& plan) {
 
 int64_t packed_rows(const Problem& p, const Plan& plan) { return max_rows(p) * plan.pack; }
 
-Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registry& registry) {
+Plan plan_forward_tiles(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {
   Plan plan;
-  plan.family = family;
-  plan.kernel_set = find_kernels(p, family, gpu, registry);
-  if (plan.kernel_set == nullptr) return plan;
-  const KernelSet& kernel_set = *plan.kernel_set;
+  plan.kernel_set = &kernel_set;
   plan.form = forward_form(p, kernel_set);
   plan.architecture = kernel_set.architecture;
   plan.head_dim = kernel_set.head_dim;
@@ -318,50 +256,35 @@ Plan plan_forward(const Problem& p, Family family, const Gpu& gpu, const Registr
   plan.pack = choose_pack(p, plan.tile_q);
   const Size tiles = max_tiles(is_varlen_q(p), p.seqlen_q * plan.pack, max_rows(p) * plan.pack,
                                p.batch, plan.tile_q);
-  const int64_t blocks = (tiles * (p.heads_q / plan.pack)).value();
-  plan.grid = blocks;
+  plan.grid = (tiles * (p.heads_q / plan.pack)).value();
   if (!plan.can_be_launched()) return plan;
+  plan.tiles = static_cast<int32_t>(plan.grid);
   plan.order = choose_order(p, gpu, plan.tile_q, plan.pack);
+  return plan;
+}
+
+void plan_key_splits(Plan& plan, const Problem& p, const Gpu& gpu) {
+  const int64_t blocks = plan.tiles;
   plan.one_cta_per_sm = uses_one_cta_per_sm(p, plan, gpu, blocks);
   plan.max_cluster_size = choose_max_cluster_size(p, plan, gpu, blocks);
   plan.warps_per_tile = choose_warps_per_tile(p, plan, gpu, blocks);
   plan.stages = choose_stages(plan, gpu, blocks);
-  plan.stream_k = choose_stream_k_tail(p, plan, gpu, blocks);
-  if (!plan.stream_k.any()) split(plan, p, gpu, blocks);
-  plan.tiles = static_cast<int32_t>(blocks);
-  plan.blocks =
-      plan.chunks.any() ? int64_t{plan.chunks.max_chunks} * plan.order.heads : blocks * plan.splits;
+  split(plan, p, gpu, blocks);
+}
+
+void plan_forward_grid(Plan& plan, const Problem& p, const Gpu& gpu) {
+  plan.blocks = plan.chunks.any() ? int64_t{plan.chunks.max_chunks} * plan.order.heads
+                                  : plan.tiles * plan.splits;
   plan.placement = place_chunks(plan, gpu, ceil_div(max_keys(p), int64_t{plan.tile_k}));
   plan.order.splits = static_cast<int32_t>(plan.splits);
   if (cluster_combines(p, plan, gpu)) plan.cluster_size = static_cast<int32_t>(plan.splits);
   plan.grid = largest_grid(p, plan);
-  if (!plan.can_be_launched()) return plan;
-  // The fast path of wgmma has no code for packed heads and splits: even code that a launch does
-  // not run makes it slower.
-  const bool needs_general_form = plan.pack > 1 || plan.splits > 1;
-  if (family == Family::wgmma && needs_general_form) plan.form = Form::general;
-  if (uses_paired_waves(p, plan)) {
-    plan.order.pair_tiles_for_waves(gpu.sm_count);
-  } else if (family == Family::wgmma && plan.blocks > gpu.sm_count) {
-    // If tiles may differ in length, CTAs that finish early take the next one from a counter.
-    plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
-  }
-  if (family == Family::mma_sync && nan_may_leak(p))
-    plan.nan_recompute = find_kernels(p, Family::simt, gpu, registry);
+}
+
+void finish_forward_plan(Plan& plan, const Problem& p, const Gpu& gpu) {
   plan.pdl_trigger = choose_pdl_trigger(plan, gpu);
   plan.combine_pdl_trigger = choose_combine_pdl_trigger(p, plan, gpu);
   plan.workspace_bytes = forward_workspace(p, plan).bytes;
-  return plan;
-}
-
-Plan plan(const Request& request, Family family, const Gpu& gpu, const Registry& registry) {
-  switch (request.pass) {
-    case Pass::forward:
-      return plan_forward(request.problem, family, gpu, registry);
-    case Pass::backward:
-      return plan_backward(request, family, gpu, registry);
-  }
-  return {};
 }
 
 ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
@@ -372,9 +295,9 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   if (is_varlen_q(p) && plan.order.tiles > 1)
     regions.table = workspace.take<TileOrder::Entry>(p.batch + 1);
   if (plan.dynamic_scheduling) regions.tile_counter = workspace.take<int32_t>(4);
-  if (plan.family == Family::wgmma)
+  if (plan.rows_per_recompute > 0)
     regions.recompute_list =
-        workspace.take<int32_t>(plan.blocks * plan.tile_q / arch::WgmmaForwardTile::kRowsPerWarp);
+        workspace.take<int32_t>(plan.blocks * plan.tile_q / plan.rows_per_recompute);
   if (plan.nan_recompute != nullptr)
     regions.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
   if (plan.last_cta_combines) regions.arrivals = workspace.take<ChunkArrivals>(plan.tiles);

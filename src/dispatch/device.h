@@ -3,59 +3,33 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
-#include "cpu/backend.h"
 #include "cuda/kernel_set.h"
+#include "dispatch/families.h"
 #include "tilewise/tilewise.h"
 
 namespace tilewise::dispatch {
 
-class IsaSet {
- public:
-  constexpr IsaSet() = default;
-  constexpr IsaSet with(cpu::Isa isa) const { return IsaSet(bits_ | bit(isa)); }
-  constexpr bool contains(cpu::Isa isa) const { return (bits_ & bit(isa)) != 0; }
-
- private:
-  explicit constexpr IsaSet(uint32_t bits) : bits_(bits) {}
-  static constexpr uint32_t bit(cpu::Isa isa) { return 1u << static_cast<uint32_t>(isa); }
-  uint32_t bits_ = 0;
-};
-
 struct Device {
   tilewise_device kind = TILEWISE_CPU;
-
-  // CPU
-  IsaSet compiled;                 // instruction sets that this build has code for
-  IsaSet runnable;                 // instruction sets that this machine executes
-  std::optional<cpu::Isa> forced;  // by TILEWISE_CPU or tilewise_select_cpu
-  bool slow_bf16_dot = false;      // the bf16 dot product is slower than converting to fp32
-  int32_t threads = 1;             // tasks that may run at a time
-
-  // CUDA
-  cuda::Gpu gpu;                             // `table` is the one that TILEWISE_FORCE_ARCH requests
+  cpu::Machine cpu;  // TILEWISE_CPU; an instruction set is forced by TILEWISE_CPU (environment) or
+                     // tilewise_select_cpu
+  cuda::Gpu gpu;     // TILEWISE_CUDA; `table` is the one that TILEWISE_FORCE_ARCH requests
   const cuda::Registry* registry = nullptr;  // null: the kernels of this build
+  const Families* families = nullptr;        // null: the families of this library
 };
+
+const Families& families_of(const Device& device);
 
 // The kernels and the machine code that the planner assumes for a CUDA device.
 const cuda::Registry& registry_of(const Device& device);
 
-// The tile table that the planner uses for a CUDA device; 0: no table fits it.
+// The tile table of a GPU, or the one that is forced; 0: no table fits it.
 int32_t tile_table(const Device& device);
 
 // "SASS of sm_75, sm_90 and PTX of sm_75"
 std::string code_text(const cuda::Registry& registry);
-
-// Both compiled and runnable.
-bool usable(const Device& device, cpu::Isa isa);
-
-// Usable, and not known to be slower than the instruction set before it.
-bool worth_using(const Device& device, cpu::Isa isa);
-
-// The forced instruction set, or the best one worth using.
-cpu::Isa instruction_set(const Device& device);
 
 // This machine's CPU with the selection of this process.
 Device this_cpu(int32_t threads);

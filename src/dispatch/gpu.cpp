@@ -56,8 +56,12 @@ const cuda::Registry& registry_of(const Device& device) {
   return device.registry != nullptr ? *device.registry : cuda::registry();
 }
 
+const Families& families_of(const Device& device) {
+  return device.families != nullptr ? *device.families : families();
+}
+
 int32_t tile_table(const Device& device) {
-  return device.gpu.table != 0 ? device.gpu.table : cuda::arch::limits_of(device.gpu.sm).table;
+  return cuda::arch::table_of(device.gpu.sm, device.gpu.table);
 }
 
 std::string code_text(const cuda::Registry& registry) {

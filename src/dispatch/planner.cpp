@@ -5,21 +5,15 @@
 namespace tilewise::dispatch {
 namespace {
 
-// The first CPU family after `chosen` that would be faster for this problem.
-const Family* faster_than(const Family& chosen, const Request& request, const Device& device) {
-  for (const Family* row = &chosen + 1; row != kManifest.data() + kManifest.size(); ++row) {
-    if (row->device != chosen.device || !serves(*row, request)) continue;
-    const bool known_slower = usable(device, row->isa) && !worth_using(device, row->isa);
-    if (row->gains.contains(request.problem.dtype) && !known_slower) return row;
+// The first CPU family after `chosen` that would be faster for this request.
+const cpu::FamilyRow* faster_than(const cpu::FamilyRow& chosen, const Request& request,
+                                  const Device& device) {
+  for (const cpu::FamilyRow& row : families_of(device).cpu) {
+    if (row.isa <= chosen.isa || !row.facts.computes(request)) continue;
+    const bool known_slower = cpu::usable(device.cpu, row.isa) && !worth_using(device.cpu, row.isa);
+    if (row.gains.contains(request.problem.dtype) && !known_slower) return &row;
   }
   return nullptr;
-}
-
-std::string missing_on_cpu(const Family& family, const Device& device) {
-  if (!device.compiled.contains(family.isa)) {
-    return std::string("this build has no ") + cpu::kIsaNames[static_cast<std::size_t>(family.isa)];
-  }
-  return std::string("this machine lacks ") + family.requires_;
 }
 
 std::string explain_refusal(const Request& request, const Device& device) {
@@ -30,21 +24,16 @@ std::string explain_refusal(const Request& request, const Device& device) {
 }
 
 std::string explain_cpu(const Decision& decision, const Request& request, const Device& device) {
-  const Family& chosen = *decision.family;
+  const cpu::FamilyRow& chosen = *decision.cpu_row;
   const std::string why = std::string(short_dtype(request.problem.dtype)) + " on " +
                           cpu::kIsaNames[static_cast<std::size_t>(chosen.isa)] + " (" +
                           decision.cpu.engine + ")";
-  const Family* faster = faster_than(chosen, request, device);
+  const cpu::FamilyRow* faster = faster_than(chosen, request, device);
   if (faster == nullptr) return why + ": no family of the library is faster for this dtype";
-  if (device.forced && usable(device, faster->isa)) {
-    return why + ": forced, " + faster->name + " would be faster";
-  }
-  return why + ": " + faster->name + " would be faster, but " + missing_on_cpu(*faster, device);
-}
-
-const Family* cpu_family_for(const Request& request, const Device& device) {
-  const Family& family = cpu_row(instruction_set(device));
-  return serves(family, request) ? &family : nullptr;
+  const std::string name = why + ": " + faster->facts.name + " would be faster, but ";
+  const WhyNot reason = faster->why_not(request, device.cpu);
+  if (reason) return name + reason.text + reason.detail;
+  return why + ": forced, " + faster->facts.name + " would be faster";
 }
 
 }  // namespace
@@ -52,11 +41,22 @@ const Family* cpu_family_for(const Request& request, const Device& device) {
 Decision plan(const Request& request, const Device& device) {
   if (device.kind == TILEWISE_CUDA) return plan_cuda(request, device);
   Decision decision;
-  decision.family = cpu_family_for(request, device);
-  if (decision.family == nullptr) return decision;
+  const cpu::FamilyRow& row = families_of(device).of(instruction_set(device.cpu));
+  if (!row.facts.computes(request)) return decision;
   decision.status = TILEWISE_OK;
-  decision.cpu = cpu::plan(request, decision.family->isa, device.threads);
+  decision.family = &row.facts;
+  decision.cpu_row = &row;
+  decision.cpu = row.plan(request, device.cpu);
   return decision;
+}
+
+void launch(const Decision& decision, const Request& request, void* workspace,
+            const Parallel& parallel) {
+  if (decision.on_gpu()) {
+    decision.cuda_row->launch(request, decision.cuda, workspace);
+  } else {
+    decision.cpu_row->launch(request, decision.cpu, workspace, parallel);
+  }
 }
 
 std::string kernel_name(const Decision& decision, const Request& request) {
@@ -76,37 +76,17 @@ std::string request_text(const Request& request) {
          " with head_dim " + std::to_string(request.problem.head_dim);
 }
 
-bool serves(const Family& family, const Request& request) {
-  const Problem& p = request.problem;
-  return family.dtypes.contains(p.dtype) && p.head_dim <= family.max_head_dim &&
-         p.head_dim_v <= family.max_head_dim &&
-         (request.is(Pass::forward) ? family.forward : family.backward);
+bool can_run(const cpu::FamilyRow& family, const Device& device) {
+  return device.kind == TILEWISE_CPU && cpu::usable(device.cpu, family.isa);
 }
 
-const char* short_dtype(int32_t dtype) {
-  switch (dtype) {
-    case TILEWISE_FLOAT32:
-      return "f32";
-    case TILEWISE_FLOAT16:
-      return "f16";
-    case TILEWISE_BFLOAT16:
-      return "bf16";
-    default:
-      return "f8";
-  }
-}
-
-bool can_run(const Family& family, const Device& device) {
-  if (family.device != device.kind) return false;
-  if (family.device == TILEWISE_CPU) return usable(device, family.isa);
+bool can_run(const cuda::FamilyRow& family, const Device& device) {
+  if (device.kind != TILEWISE_CUDA || !family.sm.contains(device.gpu.sm)) return false;
   const cuda::Registry& all = registry_of(device);
-  const int32_t sm = device.gpu.sm;
-  return sm >= family.sm.first && sm <= family.sm.last &&
-         std::any_of(all.kernel_sets.begin(), all.kernel_sets.end(),
-                     [&](const cuda::KernelSet* kernel_set) {
-                       return kernel_set->family == family.cuda &&
-                              all.runs(kernel_set->architecture, sm);
-                     });
+  return std::any_of(
+      all.kernel_sets.begin(), all.kernel_sets.end(), [&](const cuda::KernelSet* kernel_set) {
+        return kernel_set->family == &family && all.runs(kernel_set->architecture, device.gpu.sm);
+      });
 }
 
 }  // namespace tilewise::dispatch

@@ -5,17 +5,19 @@
 
 #include "attention/request.h"
 #include "dispatch/device.h"
-#include "dispatch/manifest.h"
+#include "dispatch/families.h"
 
 namespace tilewise::dispatch {
 
 struct Decision {
   tilewise_status status = TILEWISE_UNSUPPORTED;
-  const Family* family = nullptr;  // null if no family serves the problem
-  cpu::Plan cpu{};                 // the plan of a CPU family
-  cuda::Plan cuda{};               // the plan of a CUDA family
+  const FamilyFacts* family = nullptr;        // null if no family serves the request
+  const cpu::FamilyRow* cpu_row = nullptr;    // its row if it is a CPU family
+  const cuda::FamilyRow* cuda_row = nullptr;  // its row if it is a CUDA family
+  cpu::Plan cpu{};                            // the plan of a CPU family
+  cuda::Plan cuda{};                          // the plan of a CUDA family
 
-  bool on_gpu() const { return family != nullptr && family->device == TILEWISE_CUDA; }
+  bool on_gpu() const { return cuda_row != nullptr; }
   int64_t workspace_bytes() const { return on_gpu() ? cuda.workspace_bytes : cpu.workspace_bytes; }
 };
 
@@ -30,11 +32,14 @@ std::string kernel_name(const Decision& decision, const Request& request);
 // problem.
 std::string explain(const Decision& decision, const Request& request, const Device& device);
 
-// Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
-const char* short_dtype(int32_t dtype);
+// Runs a plan that serves the request. The workspace has at least decision.workspace_bytes(), in
+// memory of the device.
+void launch(const Decision& decision, const Request& request, void* workspace,
+            const Parallel& parallel);
 
 // Whether the device can run any kernel of the family.
-bool can_run(const Family& family, const Device& device);
+bool can_run(const cpu::FamilyRow& family, const Device& device);
+bool can_run(const cuda::FamilyRow& family, const Device& device);
 
 // planner_cuda.cpp: the same questions for a CUDA device.
 Decision plan_cuda(const Request& request, const Device& device);
@@ -42,7 +47,6 @@ std::string explain_cuda(const Decision& decision, const Request& request, const
 std::string refuse_cuda(const Request& request, const Device& device);
 
 // Shared by both halves of the planner.
-bool serves(const Family& family, const Request& request);
 std::string request_text(const Request& request);
 
 }  // namespace tilewise::dispatch

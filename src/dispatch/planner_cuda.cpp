@@ -1,9 +1,8 @@
 // Chooses the CUDA family that serves a problem on a described GPU, and explains the choice.
 #include <algorithm>
 
-#include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
-#include "cuda/plan.h"
+#include "cuda/kernel_set.h"
 #include "dispatch/planner.h"
 
 namespace tilewise::dispatch {
@@ -11,34 +10,48 @@ namespace {
 
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
-// Why wgmma does not serve a problem on a GPU that has it; empty if the problem is not the reason.
-std::string why_not_wgmma(const Request& request, const Device& device) {
-  if (device.gpu.table != 0) return "a tile table is forced";
-  const char* why = cuda::why_not_wgmma(request);
-  return why != nullptr ? why : "";
+// The family that completes results of others.
+const cuda::FamilyRow* recomputing_family(const Device& device) {
+  for (const cuda::FamilyRow* row : families_of(device).cuda) {
+    if (row->recompute_kernels != nullptr) return row;
+  }
+  return nullptr;
 }
 
-// Why the next faster family that this GPU has does not serve the problem; empty if there is none.
-std::string why_not_faster(const Family& chosen, const Request& request, const Device& device) {
+// The next faster family that an explanation mentions; null if there is none. A family of one
+// generation of GPUs is mentioned on these alone, and for its dtypes alone.
+const cuda::FamilyRow* faster_than(const cuda::FamilyRow& chosen, const Request& request,
+                                   const Device& device) {
+  const auto& rows = families_of(device).cuda;
+  const int32_t sm = device.gpu.sm;
+  const auto mentioned = [&](const cuda::FamilyRow* row) {
+    return sm <= row->sm.last &&
+           (!row->is_of_one_generation() ||
+            (sm >= row->sm.first && row->facts.dtypes.contains(request.problem.dtype)));
+  };
+  const auto next = std::find(rows.begin(), rows.end(), &chosen) + 1;
+  const auto found = std::find_if(next, rows.end(), mentioned);
+  return found != rows.end() ? *found : nullptr;
+}
+
+// Why the next faster family that this GPU has does not serve the request; empty if there is none.
+std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request,
+                           const Device& device) {
   const Problem& p = request.problem;
-  const Family* faster = &chosen + 1;
-  if (faster == kManifest.data() + kManifest.size() || faster->device != TILEWISE_CUDA) return {};
-  const std::string name = std::string(faster->name) + " would be faster, but ";
-  const bool specific = faster->cuda == cuda::Family::wgmma;
-  if (device.gpu.sm > faster->sm.last || (specific && device.gpu.sm < faster->sm.first)) return {};
-  if (specific && !faster->dtypes.contains(p.dtype)) return {};
-  if (device.gpu.sm < faster->sm.first) return name + "it needs " + faster->requires_;
-  if (specific && request.is(Pass::forward) && cuda::is_decode(p))
-    return std::string(faster->name) + " needs more rows: its tiles have 64";
-  const std::string why = specific ? why_not_wgmma(request, device) : "";
-  if (!why.empty()) return name + why;
+  const int32_t sm = device.gpu.sm;
+  const cuda::FamilyRow* faster = faster_than(chosen, request, device);
+  if (faster == nullptr) return {};
+  const FamilyFacts& facts = faster->facts;
+  const std::string name = std::string(facts.name) + " would be faster, but ";
+  if (sm < faster->sm.first) return name + "it needs " + facts.requires_;
+  if (!facts.passes.contains(request.pass)) return name + "it has no " + pass_name(request.pass);
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
-  if (head_dim > faster->max_head_dim)
-    return name + "its largest head_dim is " + std::to_string(faster->max_head_dim);
-  const int32_t table = specific ? cuda::arch::Sm90a::kTable : tile_table(device);
-  if (table == 75 && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
-    return name + "the tensor cores of sm_75 compute no " + short_dtype(p.dtype);
-  if (!registry_of(device).runs(table, device.gpu.sm)) {
+  if (head_dim > facts.max_head_dim)
+    return name + "its largest head_dim is " + std::to_string(facts.max_head_dim);
+  const WhyNot why = faster->why_not(request, device.gpu);
+  if (why && !why.would_be_faster) return std::string(facts.name) + " " + why.text + why.detail;
+  if (why) return name + why.text + why.detail;
+  if (!registry_of(device).runs(faster->table(device.gpu), sm)) {
     return name + "this build has no code of it for " + sm_text(device) + " (the build has " +
            code_text(registry_of(device)) + ")";
   }
@@ -49,7 +62,7 @@ std::string why_not_faster(const Family& chosen, const Request& request, const D
 
 // "sm_80", "sm_90a".
 std::string table_name(int32_t table) {
-  if (table != cuda::arch::Sm90a::kTable) return "sm_" + std::to_string(table);
+  if (!cuda::arch::is_architecture_specific(table)) return "sm_" + std::to_string(table);
   return "sm_" + std::to_string(table / 10) + "a";
 }
 
@@ -69,15 +82,15 @@ const char* form_name(cuda::Form form) {
   return "";
 }
 
-std::string tile_text(const cuda::Plan& plan, const Device& device) {
+std::string tile_text(const Decision& decision, const Device& device) {
+  const cuda::Plan& plan = decision.cuda;
   std::string text = "tile " + std::to_string(plan.tile_q) + "x" + std::to_string(plan.tile_k) +
                      " for head_dim " + std::to_string(plan.head_dim);
   if (plan.architecture != 0) {
     text += " of table " + table_name(plan.architecture);
-    const bool specific = plan.family == cuda::Family::wgmma;
     if (device.gpu.table != 0) {
       text += " (forced)";
-    } else if (!specific && plan.architecture != cuda::arch::limits_of(device.gpu.sm).table) {
+    } else if (plan.architecture != decision.cuda_row->table(device.gpu)) {
       text += " (its own is not in this build)";
     }
     if (plan.kernel_set->tf32) text += ", TF32";
@@ -100,15 +113,19 @@ std::string tile_text(const cuda::Plan& plan, const Device& device) {
 
 Decision plan_cuda(const Request& request, const Device& device) {
   Decision decision;
-  // On each device, slower families come first, so search from the end.
-  for (auto row = kManifest.rbegin(); row != kManifest.rend(); ++row) {
-    const int32_t sm = device.gpu.sm;
-    if (row->device != TILEWISE_CUDA || sm < row->sm.first || sm > row->sm.last ||
-        !serves(*row, request))
+  const cuda::Target target = {
+      .gpu = device.gpu, .registry = registry_of(device), .recomputes = recomputing_family(device)};
+  // Slower families come first, so search from the end.
+  const auto& rows = families_of(device).cuda;
+  for (auto each = rows.rbegin(); each != rows.rend(); ++each) {
+    const cuda::FamilyRow& row = **each;
+    if (!row.sm.contains(device.gpu.sm) || !row.facts.computes(request) ||
+        row.why_not(request, device.gpu))
       continue;
-    decision.cuda = cuda::plan(request, row->cuda, device.gpu, registry_of(device));
+    decision.cuda = row.plan(request, target);
     if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits
-    decision.family = &*row;
+    decision.family = &row.facts;
+    decision.cuda_row = &row;
     decision.status = TILEWISE_OK;
     break;
   }
@@ -116,9 +133,9 @@ Decision plan_cuda(const Request& request, const Device& device) {
 }
 
 std::string explain_cuda(const Decision& decision, const Request& request, const Device& device) {
-  const std::string slower = why_not_faster(*decision.family, request, device);
+  const std::string slower = why_not_faster(*decision.cuda_row, request, device);
   return std::string(short_dtype(request.problem.dtype)) + " on " + sm_text(device) + ", " +
-         tile_text(decision.cuda, device) + ": " +
+         tile_text(decision, device) + ": " +
          (slower.empty() ? "no family of the library is faster here" : slower);
 }
 

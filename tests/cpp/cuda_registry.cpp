@@ -7,7 +7,7 @@
 #include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
 #include "cuda/kernel_set.h"
-#include "cuda/manifest.h"
+#include "described_cuda.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -45,7 +45,7 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
     EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
     for (const KernelSet* set : {kernel_set, kernel_set->few_rows}) {
       if (set == nullptr) continue;
-      const bool tma = kernel_set->family == Family::wgmma;
+      const bool tma = kernel_set->family == &wgmma::kFamily;
       const bool float8 = kernel_set->dtype == TILEWISE_FLOAT8_E4M3;
       for (const FormKernels* form : {&set->plain, &set->general}) {
         const bool is_decode = set->tma.tma_forward.function != nullptr;
@@ -57,7 +57,7 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
         expect_kernel(form->tma_backward, set->has_backward() && tma, max_shared);
         expect_kernel(form->finish, set->has_backward(), max_shared);
       }
-      const bool paged = kernel_set->family == Family::mma_sync &&
+      const bool paged = kernel_set->family == &mma_sync::kFamily &&
                          kernel_set->dtype != TILEWISE_FLOAT32 && !float8;
       expect_kernel(set->paged.forward, set->has_forward() && paged, max_shared);
       const bool warp_pipelines = paged && set->tma.tma_forward.function != nullptr;
@@ -75,14 +75,14 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
   }
 }
 
-TEST(CudaRegistry, EveryKernelSetIsInTheManifestAndItsCodeIsKnown) {
+TEST(CudaRegistry, EveryKernelSetIsListedAndItsCodeIsKnown) {
   if (registry().kernel_sets.empty()) GTEST_SKIP() << "this build has no CUDA kernels";
-  int32_t manifest_size = 0;
-  for_each_instance([&](const KernelInstance&) { ++manifest_size; });
-  EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(manifest_size));
+  int32_t instances = 0;
+  for_each_instance([&](const FamilyRow&, const KernelInstance&) { ++instances; });
+  EXPECT_LE(registry().kernel_sets.size(), static_cast<std::size_t>(instances));
   std::set<std::tuple<int32_t, int32_t, bool, int32_t, int32_t>> seen;
   for (const KernelSet* kernel_set : registry().kernel_sets) {
-    EXPECT_EQ(kernel_set->family == Family::simt, kernel_set->architecture == 0);
+    EXPECT_EQ(kernel_set->family == &simt::kFamily, kernel_set->architecture == 0);
     EXPECT_TRUE(seen.insert({kernel_set->architecture, kernel_set->dtype, kernel_set->tf32,
                              kernel_set->head_dim, kernel_set->head_dim_v})
                     .second);

@@ -11,7 +11,12 @@
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
 #include "cuda/kernel_set.h"
-#include "cuda/manifest.h"
+#include "cuda/mma_sync/family.h"
+#include "cuda/mma_sync/instances.h"
+#include "cuda/simt/family.h"
+#include "cuda/simt/instances.h"
+#include "cuda/wgmma/family.h"
+#include "cuda/wgmma/instances.h"
 #include "dispatch/device.h"
 
 namespace tilewise {
@@ -28,7 +33,6 @@ void with_arch(const char* name, const Visit& visit) {
 
 inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   using cuda::arch::Sm90a;
-  set.family = cuda::Family::wgmma;
   set.architecture = Sm90a::kTable;
   const auto forward = Sm90a::forward(set.head_dim, set.head_dim_v, size);
   const auto backward = Sm90a::backward(set.head_dim, size);
@@ -41,7 +45,20 @@ inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   return set;
 }
 
-inline cuda::KernelSet described(const cuda::KernelInstance& instance) {
+// Visits the instances of all families, each with the row of its family.
+template <class Visit>
+void for_each_instance(const Visit& visit) {
+  using namespace cuda;
+  const auto visit_as = [&](const FamilyRow& family) {
+    return [&](const KernelInstance& instance) { visit(family, instance); };
+  };
+  mma_sync::for_each_instance(visit_as(mma_sync::kFamily));
+  wgmma::for_each_instance(visit_as(wgmma::kFamily));
+  simt::for_each_instance(visit_as(simt::kFamily));
+}
+
+inline cuda::KernelSet described(const cuda::FamilyRow& family,
+                                 const cuda::KernelInstance& instance) {
   const auto is = [&](const char* each) { return std::strcmp(instance.element, each) == 0; };
   cuda::KernelSet set;
   set.dtype = is("F16")    ? TILEWISE_FLOAT16
@@ -51,21 +68,21 @@ inline cuda::KernelSet described(const cuda::KernelInstance& instance) {
   set.tf32 = is("Tf32");
   set.head_dim = instance.head_dim;
   set.head_dim_v = instance.head_dim_v;
-  if (std::strcmp(instance.family, "simt") == 0) {
+  set.family = &family;
+  if (&family == &cuda::simt::kFamily) {
     set.forward_tile = set.backward_tile = {.rows = 64, .keys = 64, .blocks_per_sm = 2};
     return set;
   }
-  if (std::strcmp(instance.family, "wgmma") == 0) {
+  if (&family == &cuda::wgmma::kFamily) {
     static std::deque<cuda::KernelSet> few_rows;
     few_rows.push_back(hopper(set, cuda::arch::TileSize::small));
     set = hopper(set, cuda::arch::TileSize::large);
     set.few_rows = &few_rows.back();
     return set;
   }
-  set.family = cuda::Family::mma_sync;
   const int bytes = is("E4M3") ? 1 : set.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   if (bytes == 2) set.paged.forward.function = [](cuda::ForwardParams) {};
-  with_arch(instance.arch, [&]<class Arch>(Arch) {
+  with_arch(instance.table, [&]<class Arch>(Arch) {
     set.architecture = Arch::kTable;
     const auto forward = Arch::forward(bytes, instance.head_dim, set.tf32);
     const auto backward = Arch::backward(bytes, instance.head_dim);
@@ -105,8 +122,8 @@ struct DescribedBuild {
 
   // The build has the kernel sets of the tile tables in `code_in_build`; table 0 is simt.
   explicit DescribedBuild(std::vector<cuda::Code> code_in_build) : code(std::move(code_in_build)) {
-    cuda::for_each_instance([&](const cuda::KernelInstance& instance) {
-      kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(instance)));
+    for_each_instance([&](const cuda::FamilyRow& family, const cuda::KernelInstance& instance) {
+      kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(family, instance)));
       const int32_t table = kernel_sets.back()->architecture;
       for (const cuda::Code& each : code) {
         if (each.architecture == table) pointers.push_back(kernel_sets.back().get());

@@ -16,20 +16,20 @@ namespace {
 
 using cpu::Isa;
 
-IsaSet set_of(std::initializer_list<Isa> isas) {
-  IsaSet set;
+cpu::IsaSet set_of(std::initializer_list<Isa> isas) {
+  cpu::IsaSet set;
   for (Isa isa : isas) set = set.with(isa);
   return set;
 }
 
-const IsaSet kEverything =
+const cpu::IsaSet kEverything =
     set_of({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx});
 
 Device cpu_with(std::initializer_list<Isa> runnable, int32_t threads = 8) {
   Device device;
-  device.compiled = kEverything;
-  device.runnable = set_of(runnable);
-  device.threads = threads;
+  device.cpu.compiled = kEverything;
+  device.cpu.runnable = set_of(runnable);
+  device.cpu.threads = threads;
   return device;
 }
 
@@ -41,18 +41,18 @@ const Device kSapphireRapids =
 
 Device arm_machine() {
   Device device;
-  device.compiled = device.runnable = set_of({Isa::portable});
+  device.cpu.compiled = device.cpu.runnable = set_of({Isa::portable});
   return device;
 }
 
 Device cooper_lake() {
   Device device = kZen4;
-  device.slow_bf16_dot = true;
+  device.cpu.slow_bf16_dot = true;
   return device;
 }
 
 Device forced(Device device, Isa isa) {
-  device.forced = isa;
+  device.cpu.forced = isa;
   return device;
 }
 
@@ -141,9 +141,9 @@ TEST(Planner, ThreadCountChangesOnlyTheScratchMemory) {
     for (int64_t rows : {1, 100, 2048}) {
       const Problem p = problem(TILEWISE_BFLOAT16, 1, rows, 8192);
       Device one = kZen4;
-      one.threads = 1;
+      one.cpu.threads = 1;
       Device many = kZen4;
-      many.threads = 96;
+      many.cpu.threads = 96;
       const Decision left = plan({p, pass, gradients}, one);
       const Decision right = plan({p, pass, gradients}, many);
       EXPECT_EQ(left.cpu.splits, right.cpu.splits);
@@ -160,7 +160,7 @@ TEST(Planner, ThreadCountChangesOnlyTheScratchMemory) {
 TEST(Planner, AmxUsesLargeItemsWhereThereAreEnough) {
   const auto ask_amx = [](const Problem& p, int32_t threads) {
     Device device = kSapphireRapids;
-    device.threads = threads;
+    device.cpu.threads = threads;
     return plan(p, device).cpu;
   };
   const Problem p = problem(TILEWISE_BFLOAT16, 8);
@@ -235,7 +235,7 @@ TEST(Planner, LargestValidSizesDoNotWrap) {
     p.head_dim = p.head_dim_v = 512;
     p.num_splits = 256;
     Device device = kZen4;
-    device.threads = 65536;
+    device.cpu.threads = 65536;
     EXPECT_GE(plan({p, pass, gradients}, device).cpu.workspace_bytes, 0);
     p.batch = p.kv_batch = int64_t{1} << 42;
     p.seqlen_q = p.seqlen_k = 1;
@@ -280,16 +280,19 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
             "head_dim 64; it has no CUDA code; tensors in the memory of the CPU are allowed");
 }
 
-TEST(Manifest, NamesAreUniqueAndFitTheAbi) {
+TEST(Families, NamesAreUniqueAndFitTheAbi) {
   std::set<std::string> names;
-  for (const Family& family : kManifest) {
-    EXPECT_TRUE(names.insert(family.name).second) << family.name;
-    EXPECT_LT(std::string(family.name).size(), sizeof(tilewise_kernel_info::name));
-    EXPECT_LT(std::string(family.requires_).size(), sizeof(tilewise_kernel_info::requires_));
-    if (family.device != TILEWISE_CPU) continue;
-    EXPECT_EQ(family.name,
-              std::string("cpu.") + cpu::kIsaNames[static_cast<std::size_t>(family.isa)]);
+  const auto check = [&](const FamilyFacts& facts) {
+    EXPECT_TRUE(names.insert(facts.name).second) << facts.name;
+    EXPECT_LT(std::string(facts.name).size(), sizeof(tilewise_kernel_info::name));
+    EXPECT_LT(std::string(facts.requires_).size(), sizeof(tilewise_kernel_info::requires_));
+  };
+  for (const cpu::FamilyRow& row : families().cpu) {
+    check(row.facts);
+    EXPECT_EQ(row.facts.name,
+              std::string("cpu.") + cpu::kIsaNames[static_cast<std::size_t>(row.isa)]);
   }
+  for (const cuda::FamilyRow* row : families().cuda) check(row->facts);
 }
 
 // Pages that hold 2^57 keys over all heads, all of which AMX would pack.
@@ -308,19 +311,14 @@ TEST(Planner, WorkspaceSizeDoesNotWrap) {
   }
 }
 
-const Family& cuda_row(const std::string& name) {
-  return *std::find_if(kManifest.begin(), kManifest.end(),
-                       [&](const Family& family) { return family.name == name; });
-}
-
-TEST(Manifest, FamilyRunsWhereItsRequirementsAreMet) {
-  EXPECT_TRUE(can_run(cpu_row(Isa::amx), kSapphireRapids));
-  EXPECT_FALSE(can_run(cpu_row(Isa::amx), kZen4));
-  EXPECT_FALSE(can_run(cpu_row(Isa::avx2), arm_machine()));
-  const Family& simt = cuda_row("cuda.simt");
-  const Family& mma_sync = cuda_row("cuda.mma_sync");
-  const Family& wgmma = cuda_row("cuda.wgmma");
-  EXPECT_FALSE(can_run(cpu_row(Isa::portable), gpu_with(90)));
+TEST(Families, FamilyRunsWhereItsRequirementsAreMet) {
+  EXPECT_TRUE(can_run(families().of(Isa::amx), kSapphireRapids));
+  EXPECT_FALSE(can_run(families().of(Isa::amx), kZen4));
+  EXPECT_FALSE(can_run(families().of(Isa::avx2), arm_machine()));
+  const cuda::FamilyRow& simt = cuda::simt::kFamily;
+  const cuda::FamilyRow& mma_sync = cuda::mma_sync::kFamily;
+  const cuda::FamilyRow& wgmma = cuda::wgmma::kFamily;
+  EXPECT_FALSE(can_run(families().of(Isa::portable), gpu_with(90)));
   EXPECT_TRUE(can_run(mma_sync, gpu_with(90)));
   EXPECT_TRUE(can_run(mma_sync, gpu_with(121)));
   EXPECT_TRUE(can_run(simt, gpu_with(75)));

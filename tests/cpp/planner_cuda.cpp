@@ -11,7 +11,6 @@
 namespace tilewise::dispatch {
 namespace {
 
-using cuda::Family;
 using cuda::Form;
 
 struct Golden {
@@ -370,7 +369,7 @@ TEST(PlannerCuda, MasksNeedANanRecompute) {
   const Device device = gpu_with(80);
   const cuda::Plan causal = forward(p, device);
   ASSERT_NE(causal.nan_recompute, nullptr);
-  EXPECT_EQ(causal.nan_recompute->family, Family::simt);
+  EXPECT_EQ(causal.nan_recompute->family, &cuda::simt::kFamily);
   EXPECT_EQ(causal.workspace_bytes, round_up(causal.blocks, 64));
   const cuda::Plan hopper = forward(p, gpu_with(90));
   EXPECT_EQ(hopper.nan_recompute, nullptr);

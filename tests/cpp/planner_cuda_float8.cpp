@@ -34,10 +34,11 @@ TEST(PlannerCudaFloat8, MmaSyncServesFloat8Caches) {
       }
     }
   }
-  EXPECT_EQ(
-      forward(with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1000, 8, 320)), gpu_with(90)).family,
-      cuda::Family::simt);
-  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), gpu_with(75)).family, cuda::Family::simt);
+  EXPECT_EQ(forward(with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1000, 8, 320)), gpu_with(90))
+                .kernel_set->family,
+            &cuda::simt::kFamily);
+  EXPECT_EQ(forward(problem(TILEWISE_BFLOAT16), gpu_with(75)).kernel_set->family,
+            &cuda::simt::kFamily);
 }
 
 TEST(PlannerCudaFloat8, DecodesLoadByTmaIfTheLayoutAllows) {
@@ -84,7 +85,7 @@ TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   registry.kernel_sets = kernel_sets;
   const Device device = gpu_with(90, registry);
   const Problem p = with_float8(problem(TILEWISE_BFLOAT16, 1, 1, 1024));
-  EXPECT_EQ(forward(p, device).family, cuda::Family::simt);
+  EXPECT_EQ(forward(p, device).kernel_set->family, &cuda::simt::kFamily);
   EXPECT_NE(explained(p, device).find("cuda.mma_sync would be faster, but it has no tile"),
             std::string::npos);
 }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/plan.h"
+#include "cuda/wgmma/plan.h"
 #include "described_cuda.h"
 #include "planned_cuda.h"
 
@@ -191,7 +191,7 @@ TEST(PlannerCudaOrder, DeterministicKeyTilesOfManyHeadsAreInterleaved) {
     p.deterministic = 1;
     const Gradients g = gradients(p);
     const cuda::Plan plan = dispatch::plan({p, g}, device).cuda;
-    EXPECT_EQ(cuda::backward_workspace(p, g, plan).tile_counter.bytes, 0u);
+    EXPECT_EQ(cuda::wgmma::backward_regions({p, g}, plan).tile_counter.bytes, 0u);
     return plan;
   };
   for (const int64_t head_dim : {64, 128}) {

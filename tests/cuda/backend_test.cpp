@@ -10,7 +10,10 @@
 
 #include "base/half.h"
 #include "cuda/arch/limits.h"
-#include "cuda/plan.h"
+#include "cuda/kernel_set.h"
+#include "cuda/mma_sync/family.h"
+#include "cuda/simt/family.h"
+#include "cuda/wgmma/family.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -120,7 +123,7 @@ struct Workspace {
 
 template <class Storage>
 void run(
-    const Shape& s, int32_t dtype, Family family, int32_t sm, double tolerance,
+    const Shape& s, int32_t dtype, const FamilyRow& family, int32_t sm, double tolerance,
     const std::function<void(Problem&)>& change = [](Problem&) {}) {
   const double scale = 0.125;
   Values q = random_values(s.batch * s.rows * s.heads_q * s.head_dim, 1);
@@ -157,11 +160,12 @@ void run(
           .sm_count = 4,
           .shared_bytes = sm >= 75 ? arch::limits_of(sm).shared_bytes : 48 * 1024,
           .l2_bytes = 4 << 20};
-  const Plan plan = cuda::plan(p, family, gpu, registry());
+  const Target target = {.gpu = gpu, .registry = registry(), .recomputes = &simt::kFamily};
+  const Plan plan = family.plan(p, target);
   if (plan.kernel_set == nullptr) GTEST_SKIP() << "not in this build";
 
   Workspace memory(plan.workspace_bytes);
-  launch(p, plan, memory.data());
+  family.launch(p, plan, memory.data());
   EXPECT_LT(max_error(out.data, want.out), tolerance);
   EXPECT_LT(max_error(lse, want.lse), p.tf32 != 0 ? 1e-3 : 1e-5);
 
@@ -171,10 +175,10 @@ void run(
   g.dq = dq.view(s.rows, s.heads_q, s.head_dim);
   g.dk = dk.view(s.keys, s.heads_kv, s.head_dim);
   g.dv = dv.view(s.keys, s.heads_kv, s.head_dim);
-  const Plan back = cuda::plan({p, g}, family, gpu, registry());
+  const Plan back = family.plan({p, g}, target);
   if (back.kernel_set == nullptr) return;
   Workspace more(back.workspace_bytes);
-  launch({p, g}, back, more.data());
+  family.launch({p, g}, back, more.data());
   EXPECT_LT(max_error(dq.data, want.dq), 2 * tolerance);
   EXPECT_LT(max_error(dk.data, want.dk), 2 * tolerance);
   EXPECT_LT(max_error(dv.data, want.dv), 2 * tolerance);
@@ -204,35 +208,37 @@ constexpr Shape kWide = {.batch = 1,
                          .causal = true};
 
 template <class Storage>
-void run_shapes(int32_t dtype, Family family, int32_t sm, double tolerance) {
+void run_shapes(int32_t dtype, const FamilyRow& family, int32_t sm, double tolerance) {
   run<Storage>(kDense, dtype, family, sm, tolerance);
   run<Storage>(kCausal, dtype, family, sm, tolerance);
   run<Storage>(kWide, dtype, family, sm, tolerance);
 }
 
 TEST(CudaBackend, Simt) {
-  run_shapes<float>(TILEWISE_FLOAT32, Family::simt, 60, 2e-6);
-  run_shapes<Half>(TILEWISE_FLOAT16, Family::simt, 60, 2e-3);
-  run_shapes<BFloat16>(TILEWISE_BFLOAT16, Family::simt, 60, 1.5e-2);
+  run_shapes<float>(TILEWISE_FLOAT32, simt::kFamily, 60, 2e-6);
+  run_shapes<Half>(TILEWISE_FLOAT16, simt::kFamily, 60, 2e-3);
+  run_shapes<BFloat16>(TILEWISE_BFLOAT16, simt::kFamily, 60, 1.5e-2);
 }
 
 TEST(CudaBackend, MmaSync) {
-  run_shapes<Half>(TILEWISE_FLOAT16, Family::mma_sync, 90, 2e-3);
-  run_shapes<BFloat16>(TILEWISE_BFLOAT16, Family::mma_sync, 90, 1.5e-2);
-  run_shapes<float>(TILEWISE_FLOAT32, Family::mma_sync, 90, 4e-6);
+  run_shapes<Half>(TILEWISE_FLOAT16, mma_sync::kFamily, 90, 2e-3);
+  run_shapes<BFloat16>(TILEWISE_BFLOAT16, mma_sync::kFamily, 90, 1.5e-2);
+  run_shapes<float>(TILEWISE_FLOAT32, mma_sync::kFamily, 90, 4e-6);
 }
 
-TEST(CudaBackend, MmaSyncTuring) { run_shapes<Half>(TILEWISE_FLOAT16, Family::mma_sync, 75, 2e-3); }
+TEST(CudaBackend, MmaSyncTuring) {
+  run_shapes<Half>(TILEWISE_FLOAT16, mma_sync::kFamily, 75, 2e-3);
+}
 
 TEST(CudaBackend, Tf32) {
-  run<float>(kDense, TILEWISE_FLOAT32, Family::mma_sync, 90, 4e-3, [](Problem& p) { p.tf32 = 1; });
+  run<float>(kDense, TILEWISE_FLOAT32, mma_sync::kFamily, 90, 4e-3, [](Problem& p) { p.tf32 = 1; });
 }
 
 // Head dims 64 and 128, tiles that heads share, several row tiles, and deterministic gradients. All
 // shapes are short enough for the small forward tile.
 TEST(CudaBackend, Wgmma) {
-  run_shapes<Half>(TILEWISE_FLOAT16, Family::wgmma, 90, 2e-3);
-  run_shapes<BFloat16>(TILEWISE_BFLOAT16, Family::wgmma, 90, 1.5e-2);
+  run_shapes<Half>(TILEWISE_FLOAT16, wgmma::kFamily, 90, 2e-3);
+  run_shapes<BFloat16>(TILEWISE_BFLOAT16, wgmma::kFamily, 90, 1.5e-2);
   constexpr Shape kLong = {.batch = 1,
                            .rows = 1100,
                            .keys = 1200,
@@ -240,8 +246,8 @@ TEST(CudaBackend, Wgmma) {
                            .heads_kv = 1,
                            .head_dim = 64,
                            .causal = true};
-  run<BFloat16>(kLong, TILEWISE_BFLOAT16, Family::wgmma, 90, 1.5e-2);
-  run<Half>(kCausal, TILEWISE_FLOAT16, Family::wgmma, 90, 2e-3,
+  run<BFloat16>(kLong, TILEWISE_BFLOAT16, wgmma::kFamily, 90, 1.5e-2);
+  run<Half>(kCausal, TILEWISE_FLOAT16, wgmma::kFamily, 90, 2e-3,
             [](Problem& p) { p.deterministic = 1; });
 }
 
@@ -254,13 +260,13 @@ TEST(CudaBackend, Decoding) {
                            .heads_kv = 2,
                            .head_dim = 64,
                            .causal = true};
-  for (Family family : {Family::simt, Family::mma_sync}) {
-    run<Half>(shape, TILEWISE_FLOAT16, family, 90, 2e-3, [](Problem& p) { p.num_splits = 3; });
+  for (const FamilyRow* family : {&simt::kFamily, &mma_sync::kFamily}) {
+    run<Half>(shape, TILEWISE_FLOAT16, *family, 90, 2e-3, [](Problem& p) { p.num_splits = 3; });
   }
 }
 
 TEST(CudaBackend, Deterministic) {
-  run<Half>(kCausal, TILEWISE_FLOAT16, Family::mma_sync, 90, 2e-3,
+  run<Half>(kCausal, TILEWISE_FLOAT16, mma_sync::kFamily, 90, 2e-3,
             [](Problem& p) { p.deterministic = 1; });
 }
 

@@ -66,6 +66,31 @@ BAD = {
         '"cpu/gone.h" is no file of this project',
     ),
     "a folder without a place": ("includes", {"src/extra/a.h": "\n"}, "src/extra is no layer"),
+    "kernels include the planner": (
+        "includes",
+        {"src/cuda/wgmma/a.cuh": '#include "cuda/plan.h"\n', "src/cuda/plan.h": "\n"},
+        "cuda/wgmma includes src/cuda/plan.h of cuda",
+    ),
+    "the planner includes a family": (
+        "includes",
+        {"src/cuda/a.cpp": '#include "cuda/simt/family.h"\n', "src/cuda/simt/family.h": "\n"},
+        "cuda includes src/cuda/simt/family.h of cuda/simt/host",
+    ),
+    "the planner names a family": (
+        "families",
+        {"src/cuda/toy/family.cpp": "\n", "src/cuda/a.cpp": "// toy\nif (&row == &toy::kRow);\n"},
+        "src/cuda/a.cpp:2: names the family toy",
+    ),
+    "a constant names a family": (
+        "families",
+        {"src/cuda/big_toy/family.cpp": "\n", "src/cuda/a.h": "int kBigToyRows;\n"},
+        "src/cuda/a.h:1: names the family BigToy",
+    ),
+    "the build names a family": (
+        "families",
+        {"src/cuda/toy/family.cpp": "\n", "cmake/a.cmake": 'if(family STREQUAL "toy")\n'},
+        "cmake/a.cmake:1: names the family toy",
+    ),
     "Python modules import each other": (
         "imports",
         {"python/tilewise/a.py": "from . import b\n", "python/tilewise/b.py": "from .a import x\n"},
@@ -246,7 +271,7 @@ def test_finds_phrases_in_docstrings_and_pages(phrase: str, tmp_path: Path):
     assert "a.md:1: " in result.stdout
 
 
-@pytest.mark.parametrize("name", ["imports", "includes", "phrases", "size", "words"])
+@pytest.mark.parametrize("name", ["families", "imports", "includes", "phrases", "size", "words"])
 def test_clean_tree_passes(name: str, tmp_path: Path):
     result = lint(name, tmp_path, CLEAN)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -24,6 +24,10 @@ inline constexpr std::array kLimits = {
     Limits{.sm = 121, .table = 120, .shared_bytes = 99 * kKilobyte, .name = "Blackwell, DGX Spark"},
 };
 
+// Code for one compute capability and no later one ("sm_90a") has tables of its own, whose number
+// is ten times the capability, plus one.
+constexpr bool is_architecture_specific(int table) { return table > 10 * kLimits.front().sm; }
+
 constexpr Limits limits_of(int sm) {
   Limits found{};
   for (const Limits& row : kLimits) {
@@ -31,5 +35,8 @@ constexpr Limits limits_of(int sm) {
   }
   return found;
 }
+
+// The tile table of a GPU: the forced one, or its own if `forced` is 0.
+constexpr int table_of(int sm, int forced) { return forced != 0 ? forced : limits_of(sm).table; }
 
 }  // namespace tilewise::cuda::arch

@@ -1,0 +1,73 @@
+// The facts of a kernel family: a set of kernels for one kind of instruction. Every family exports
+// a row from its folder, and src/dispatch/families.cpp lists the rows.
+#pragma once
+
+#include "attention/request.h"
+
+namespace tilewise {
+
+// A set of small numbers (dtypes, passes), one bit each.
+template <class T>
+class BitSet {
+ public:
+  template <class... Each>
+  static constexpr BitSet of(Each... each) {
+    return BitSet((0u | ... | (1u << static_cast<uint32_t>(each))));
+  }
+  constexpr bool contains(T each) const {
+    const auto bit = static_cast<uint32_t>(each);
+    return bit < 32 && ((bits_ >> bit) & 1u) != 0;
+  }
+
+ private:
+  explicit constexpr BitSet(uint32_t bits) : bits_(bits) {}
+  uint32_t bits_;
+};
+using DtypeSet = BitSet<int32_t>;
+using PassSet = BitSet<Pass>;
+
+inline constexpr DtypeSet kHalfDtypes = DtypeSet::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
+inline constexpr DtypeSet kFloatDtypes =
+    DtypeSet::of(TILEWISE_FLOAT32, TILEWISE_FLOAT16, TILEWISE_BFLOAT16);
+
+// A row of the support matrix. Rows of CPU families (cpu/family.h) and of GPU families
+// (cuda/family.h) add what their devices need.
+struct FamilyFacts {
+  const char* name;       // kernel names start with it
+  const char* requires_;  // the hardware that it needs
+  DtypeSet dtypes;        // of q
+  PassSet passes;
+  int32_t max_head_dim;  // of q and k, and of v
+
+  constexpr bool computes(const Request& request) const {
+    const Problem& p = request.problem;
+    return dtypes.contains(p.dtype) && passes.contains(request.pass) &&
+           p.head_dim <= max_head_dim && p.head_dim_v <= max_head_dim;
+  }
+};
+
+// Why a family does not serve a request: `text`, continued by `detail`. These are literals, because
+// the plan of a launch allocates nothing.
+struct WhyNot {
+  const char* text = nullptr;  // null: it serves the request
+  const char* detail = "";
+  bool would_be_faster = true;  // if it served the request
+
+  constexpr explicit operator bool() const { return text != nullptr; }
+};
+
+// Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
+constexpr const char* short_dtype(int32_t dtype) {
+  switch (dtype) {
+    case TILEWISE_FLOAT32:
+      return "f32";
+    case TILEWISE_FLOAT16:
+      return "f16";
+    case TILEWISE_BFLOAT16:
+      return "bf16";
+    default:
+      return "f8";
+  }
+}
+
+}  // namespace tilewise

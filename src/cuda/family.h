@@ -1,0 +1,55 @@
+// The row of a CUDA family: how the planner and the launcher use its kernels. src/cuda/<family>/
+// family.cpp has the row, and nothing outside that folder and the list of src/dispatch names it.
+#pragma once
+
+#include "attention/family.h"
+#include "cuda/backend.h"
+
+namespace tilewise::cuda {
+
+// Compute capabilities as major * 10 + minor, both ends included.
+struct SmRange {
+  static constexpr int32_t kAnyLater = 999;
+  int32_t first = 0;
+  int32_t last = kAnyLater;
+
+  constexpr bool contains(int32_t sm) const { return first <= sm && sm <= last; }
+};
+
+// The GPU and the build that a plan is for. Tests plan for GPUs and builds that they do not have.
+struct Target {
+  const Gpu& gpu;
+  const Registry& registry;
+  const FamilyRow* recomputes = nullptr;  // the family with `recompute_kernels`
+};
+
+struct FamilyRow {
+  FamilyFacts facts;
+
+  // GPUs with its instructions. A family with a last one is for one generation of GPUs: on others,
+  // and for dtypes that it does not compute, no explanation mentions it.
+  SmRange sm;
+
+  // The tile table (arch/) of a GPU; 0 for a family without tables.
+  int32_t (*table)(const Gpu& gpu);
+
+  // Why it does not serve a request that it computes, on a GPU that has its instructions.
+  WhyNot (*why_not)(const Request& request, const Gpu& gpu);
+
+  // A pure function of its arguments, which reads no index array. The plan has no kernel set if
+  // the registry has none that serves the request.
+  Plan (*plan)(const Request& request, const Target& target);
+
+  // Runs on problem.stream of GPU problem.device_index. The request has been validated; the
+  // workspace is GPU memory of at least plan.workspace_bytes, aligned to 64 bytes.
+  void (*launch)(const Request& request, const Plan& plan, void* workspace);
+
+  // The role of completing results of other families: the kernels whose general form computes the
+  // tiles that their kernels flag (Flags in params.h); null if the registry has none. The function
+  // is null for families without that role.
+  const KernelSet* (*recompute_kernels)(const Request& request, const Target& target) = nullptr;
+
+  constexpr bool is_of_one_generation() const { return sm.last != SmRange::kAnyLater; }
+};
+
+}  // namespace tilewise::cuda

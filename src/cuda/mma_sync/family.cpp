@@ -1,0 +1,180 @@
+#include "cuda/mma_sync/family.h"
+
+#include "cuda/arch/limits.h"
+#include "cuda/launch.h"
+#include "cuda/mma_sync/instances.h"
+#include "cuda/plan_shape.h"
+#include "cuda/workspace.h"
+
+namespace tilewise::cuda::mma_sync {
+namespace {
+
+struct BackwardRegions : BackwardWorkspace {
+  Region row_lse;
+  FarRowRegions far_rows;
+  Region dq_sum;
+};
+
+int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
+
+WhyNot why_not(const Request& request, const Gpu& gpu) {
+  const Problem& p = request.problem;
+  if (table(gpu) == arch::Sm75::kTable && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
+    return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(p.dtype)};
+  return {};
+}
+
+// The kernels are compiled per element type of the keys; those for float8 serve both 16-bit types
+// of q.
+const KernelSet* find_in_table(const Request& request, int32_t table, const Target& target) {
+  KernelQuery query = {
+      .family = &kFamily, .table = table, .dtype = key_dtype(request.problem), .tf32 = true};
+  if (request.problem.tf32 != 0) {
+    const KernelSet* kernel_set = find_kernels(request, query, target);
+    if (kernel_set != nullptr) return kernel_set;
+  }
+  query.tf32 = false;
+  return find_kernels(request, query, target);
+}
+
+// In the GPU's table or, if the build lacks that, in the nearest lower one that serves the request.
+const KernelSet* find(const Request& request, const Target& target) {
+  const int32_t first = table(target.gpu);
+  const KernelSet* kernel_set = find_in_table(request, first, target);
+  if (target.gpu.table != 0 || target.registry.runs(first, target.gpu.sm)) return kernel_set;
+  for (auto row = arch::kLimits.rbegin(); kernel_set == nullptr && row != arch::kLimits.rend();
+       ++row) {
+    if (row->table == row->sm && row->table < first)
+      kernel_set = find_in_table(request, row->table, target);
+  }
+  return kernel_set;
+}
+
+Plan plan_forward(const Problem& p, const KernelSet& large, const Gpu& gpu,
+                  const KernelSet* nan_recompute) {
+  const bool few_rows = selection_rows(p) * group_size(p) <= kDecodeRows;
+  Plan plan = plan_forward_tiles(p, few_rows ? *with_few_rows(large, p, gpu) : large, gpu);
+  if (!plan.can_be_launched()) return plan;
+  plan_key_splits(plan, p, gpu);
+  plan_forward_grid(plan, p, gpu);
+  if (!plan.can_be_launched()) return plan;
+  plan.nan_recompute = nan_recompute;
+  finish_forward_plan(plan, p, gpu);
+  return plan;
+}
+
+BackwardRegions backward_regions(const Request& request, const Plan& plan) {
+  Workspace workspace;
+  BackwardRegions regions;
+  const int64_t row_tiles = row_blocks(request.problem, plan);
+  const int64_t rows = row_tiles * plan.tile_q;
+  regions.row_lse = workspace.take<float>(rows);
+  regions.far_rows = take_far_rows(workspace, rows);
+  regions.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
+  if (request.problem.deterministic != 0)
+    regions.dq_semaphores = workspace.take<int32_t>(row_tiles);
+  take_shared_regions(regions, workspace, request, plan);
+  return regions;
+}
+
+Plan plan_backward(const Request& request, const KernelSet& kernel_set, const Gpu& gpu,
+                   const KernelSet* nan_recompute) {
+  Plan plan = plan_backward_tiles(request, kernel_set);
+  interleave_backward_heads(plan, request.problem, gpu);
+  plan_backward_grid(plan, request);
+  if (!plan.can_be_launched()) return plan;
+  plan.nan_recompute = nan_recompute;
+  plan.workspace_bytes = backward_regions(request, plan).bytes;
+  return plan;
+}
+
+Plan plan(const Request& request, const Target& target) {
+  const KernelSet* kernel_set = find(request, target);
+  if (kernel_set == nullptr) return {};
+  const KernelSet* nan_recompute = nullptr;
+  if (nan_may_leak(request.problem)) {
+    nan_recompute = find_recompute_kernels(request, target);
+    if (nan_recompute == nullptr) return {};
+  }
+  switch (request.pass) {
+    case Pass::forward:
+      return plan_forward(request.problem, *kernel_set, target.gpu, nan_recompute);
+    case Pass::backward:
+      return plan_backward(request, *kernel_set, target.gpu, nan_recompute);
+  }
+  return {};
+}
+
+// Launches a decode kernel that loads K and V by TMA, with one CTA per tile and split or chunk.
+void launch_tma_decode(const Problem& p, const Plan& plan, const ForwardParams& main, Start start) {
+  TmaForwardParams params;
+  static_cast<ForwardParams&>(params) = main;
+  const bool paged = plan.form == Form::tma_paged;
+  const auto box_rows =
+      static_cast<int32_t>(paged ? min<int64_t>(p.page_size, plan.tile_k) : plan.tile_k);
+  const auto map = paged ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, box_rows);
+  params.v = map(p, p.v, p.head_dim_v, box_rows);
+  params.stages = plan.stages;
+  params.k_tail = map(p, p.k, p.head_dim, kTailBoxRows);
+  params.v_tail = map(p, p.v, p.head_dim_v, kTailBoxRows);
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
+  cuda::launch(plan.warps_per_tile > 1 ? kernels.tma_forward_warp_split : kernels.tma_forward,
+               plan.blocks, p.stream, params, start, plan.cluster_size);
+}
+
+void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
+  ForwardLaunch all(p, plan, workspace);
+  const FormKernels& kernels = all.kernels();
+  if (kernels.tma_forward.function != nullptr) {
+    launch_tma_decode(p, plan, all.params, all.start);
+  } else {
+    cuda::launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward,
+                 plan.blocks, p.stream, all.params, all.start, plan.cluster_size);
+  }
+  all.finish();
+}
+
+// The kernel of the keys also sums dQ.
+void launch_backward(const Request& request, const Plan& plan, void* workspace) {
+  const BackwardRegions regions = backward_regions(request, plan);
+  BackwardLaunch all(request, plan, regions, workspace);
+  BackwardParams& params = all.params;
+  params.row_lse = regions.row_lse.in<float>(workspace);
+  set_far_rows(params, regions.far_rows, workspace);
+  params.dq_sum = regions.dq_sum.in<float>(workspace);
+  const Stream stream = request.problem.stream;
+  const int64_t row_tiles = row_blocks(request.problem, plan);
+  if (all.keys() || all.rows()) {
+    cuda::launch(all.kernels().prepare, row_tiles, stream, params);
+    cuda::launch(all.kernels().backward, plan.blocks, stream, params);
+  }
+  if (all.rows()) cuda::launch(all.kernels().finish, row_tiles, stream, params);
+  all.finish();
+}
+
+void launch(const Request& request, const Plan& plan, void* workspace) {
+  switch (request.pass) {
+    case Pass::forward:
+      return launch_forward(request.problem, plan, workspace);
+    case Pass::backward:
+      return launch_backward(request, plan, workspace);
+  }
+}
+
+}  // namespace
+
+constexpr FamilyRow kFamily = {
+    .facts = {.name = "cuda.mma_sync",
+              .requires_ = "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32",
+              .dtypes = kFloatDtypes,
+              .passes = PassSet::of(Pass::forward, Pass::backward),
+              .max_head_dim = kHalfHeadDims.back()},
+    .sm = {.first = 75},
+    .table = table,
+    .why_not = why_not,
+    .plan = plan,
+    .launch = launch,
+};
+
+}  // namespace tilewise::cuda::mma_sync

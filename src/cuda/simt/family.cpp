@@ -1,0 +1,102 @@
+#include "cuda/simt/family.h"
+
+#include "cuda/launch.h"
+#include "cuda/simt/instances.h"
+#include "cuda/workspace.h"
+
+namespace tilewise::cuda::simt {
+namespace {
+
+int32_t table(const Gpu&) { return kTables.front().number; }
+
+WhyNot why_not(const Request&, const Gpu&) { return {}; }
+
+// The kernels are compiled per element type of q; float8 keys are an option of them.
+const KernelSet* find(const Request& request, const Target& target) {
+  return find_kernels(
+      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.problem.dtype},
+      target);
+}
+
+Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {
+  Plan plan = plan_forward_tiles(p, kernel_set, gpu);
+  if (!plan.can_be_launched()) return plan;
+  plan_key_splits(plan, p, gpu);
+  plan_forward_grid(plan, p, gpu);
+  if (plan.can_be_launched()) finish_forward_plan(plan, p, gpu);
+  return plan;
+}
+
+BackwardWorkspace backward_workspace(const Request& request, const Plan& plan) {
+  Workspace workspace;
+  BackwardWorkspace regions;
+  take_shared_regions(regions, workspace, request, plan);
+  return regions;
+}
+
+Plan plan_backward(const Request& request, const KernelSet& kernel_set, const Gpu& gpu) {
+  Plan plan = plan_backward_tiles(request, kernel_set);
+  interleave_backward_heads(plan, request.problem, gpu);
+  plan_backward_grid(plan, request);
+  if (plan.can_be_launched()) plan.workspace_bytes = backward_workspace(request, plan).bytes;
+  return plan;
+}
+
+Plan plan(const Request& request, const Target& target) {
+  const KernelSet* kernel_set = find(request, target);
+  if (kernel_set == nullptr) return {};
+  switch (request.pass) {
+    case Pass::forward:
+      return plan_forward(request.problem, *kernel_set, target.gpu);
+    case Pass::backward:
+      return plan_backward(request, *kernel_set, target.gpu);
+  }
+  return {};
+}
+
+void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
+  ForwardLaunch all(p, plan, workspace);
+  cuda::launch(all.kernels().forward, plan.blocks, p.stream, all.params, all.start);
+  all.finish();
+}
+
+// Each pass over the scores computes either dK and dV or dQ.
+void launch_backward(const Request& request, const Plan& plan, void* workspace) {
+  BackwardLaunch all(request, plan, backward_workspace(request, plan), workspace);
+  const Stream stream = request.problem.stream;
+  const int64_t row_tiles = row_blocks(request.problem, plan);
+  if (all.keys()) {
+    cuda::launch(all.kernels().prepare, row_tiles, stream, all.params);
+    cuda::launch(all.kernels().backward, plan.blocks, stream, all.params);
+  }
+  if (all.rows()) cuda::launch(all.kernels().finish, row_tiles, stream, all.params);
+  all.finish();
+}
+
+void launch(const Request& request, const Plan& plan, void* workspace) {
+  switch (request.pass) {
+    case Pass::forward:
+      return launch_forward(request.problem, plan, workspace);
+    case Pass::backward:
+      return launch_backward(request, plan, workspace);
+  }
+}
+
+}  // namespace
+
+constexpr FamilyRow kFamily = {
+    .facts = {.name = "cuda.simt",
+              .requires_ = "an NVIDIA GPU, sm_60",
+              .dtypes = kFloatDtypes,
+              .passes = PassSet::of(Pass::forward, Pass::backward),
+              .max_head_dim = kHeadDims.back()},
+    .sm = {.first = 60},
+    .table = table,
+    .why_not = why_not,
+    .plan = plan,
+    .launch = launch,
+    // A masked key is not part of any sum of these kernels, so they may complete flagged tiles.
+    .recompute_kernels = find,
+};
+
+}  // namespace tilewise::cuda::simt

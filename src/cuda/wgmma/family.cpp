@@ -1,0 +1,171 @@
+#include "cuda/wgmma/family.h"
+
+#include <numeric>
+
+#include "cuda/arch/hopper.h"
+#include "cuda/launch.h"
+#include "cuda/layout.h"
+#include "cuda/plan_shape.h"
+#include "cuda/wgmma/instances.h"
+#include "cuda/wgmma/plan.h"
+
+namespace tilewise::cuda::wgmma {
+namespace {
+
+int32_t table(const Gpu&) { return arch::Sm90a::kTable; }
+
+// Whether a forward has so few rows that most of a tile would be empty.
+bool has_few_rows(const Problem& p) {
+  constexpr int64_t kMaxFewRows = 64;
+  return selection_rows(p) * group_size(p) <= kMaxFewRows;
+}
+
+WhyNot why_not(const Request& request, const Gpu& gpu) {
+  const Problem& p = request.problem;
+  const bool forward = request.is(Pass::forward);
+  if (forward && has_few_rows(p))
+    return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
+  if (gpu.table != 0) return {.text = "a tile table is forced"};  // of another family
+  if (p.kv_float8 != 0) return {.text = "TMA does not convert float8"};
+  if (forward && p.batch_invariant != 0)
+    return {.text = "batch_invariant needs one kernel for all lengths"};
+  if (!rows_are_aligned(request))
+    return {.text =
+                "TMA needs rows that start at multiples of 16 bytes and head dims that are "
+                "multiples of 8"};
+  // kMinTmaPageRows divides every key tile; a box has the largest number of rows that divides both
+  // the tile and the page.
+  const bool paged = p.block_table != nullptr;
+  if (forward && paged && p.page_size % kMinTmaPageRows != 0)
+    return {.text = "TMA needs pages of a multiple of 16 keys"};
+  if (forward && paged && !pages_are_mappable(p))
+    return {.text = "TMA needs pages with strides below 2^40 bytes and without left padding"};
+  const bool mappable = rows_are_mappable(p, p.q) &&
+                        (forward || rows_are_mappable(p, request.gradients.dout)) &&
+                        (paged || keys_are_mappable(p));
+  if (!mappable) return {.text = "TMA needs strides that are not negative and below 2^40 bytes"};
+  return {};
+}
+
+bool prefers_small_tiles(const Request& request, const KernelSet& kernel_set) {
+  const Problem& p = request.problem;
+  const int64_t rows = selection_rows(p);
+  if (request.is(Pass::forward)) return arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p));
+  return arch::Sm90a::prefers_small_backward(kernel_set.head_dim, rows, nan_may_leak(p),
+                                             !fits_plain(request));
+}
+
+const KernelSet* find(const Request& request, const Target& target) {
+  const KernelSet* large = find_kernels(
+      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.problem.dtype},
+      target);
+  if (large == nullptr || !prefers_small_tiles(request, *large)) return large;
+  return with_few_rows(*large, request, target.gpu);
+}
+
+Plan plan(const Request& request, const Target& target) {
+  const KernelSet* kernel_set = find(request, target);
+  if (kernel_set == nullptr) return {};
+  // The forward recomputes at its own end the rows that a NaN may contaminate (nan_recompute.h).
+  if (request.is(Pass::forward)) return plan_forward(request.problem, *kernel_set, target.gpu);
+  const KernelSet* nan_recompute = nullptr;
+  if (nan_may_leak(request.problem)) {
+    nan_recompute = find_recompute_kernels(request, target);
+    if (nan_recompute == nullptr) return {};
+  }
+  return plan_backward(request, *kernel_set, target.gpu, nan_recompute);
+}
+
+// Launches a persistent kernel: one CTA per SM, which computes many tiles.
+void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
+                       int32_t* counter, int32_t* recompute_list) {
+  constexpr int32_t kRowsOfWarpgroup = 64;
+  TmaForwardParams params;
+  static_cast<ForwardParams&>(params) = main;
+  params.q = map_of_rows(p, p.q, p.head_dim, kRowsOfWarpgroup);
+  int32_t box_rows = plan.tile_k;
+  if (p.block_table != nullptr)
+    params.page_box_rows = box_rows =
+        static_cast<int32_t>(std::gcd(p.page_size, int64_t{plan.tile_k}));
+  const auto map = p.block_table != nullptr ? map_of_pages : map_of_keys;
+  params.k = map(p, p.k, p.head_dim, box_rows);
+  params.v = map(p, p.v, p.head_dim_v, box_rows);
+  params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
+  params.tile_counter = counter;
+  params.recompute_list = recompute_list;
+  params.nan_may_leak = nan_may_leak(p);
+  const int64_t sms = gpu(p.device_index).sm_count;
+  const int64_t grid = plan.stream_k.any() ? sms : min(plan.blocks, sms);
+  cuda::launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
+               counter != nullptr ? Start::dependent : Start::in_order);
+}
+
+// Launches a kernel for tile descriptors and row statistics, and one for dK, dV and the dQ sums.
+void launch_keys(const Problem& p, const Plan& plan, const BackwardParams& main) {
+  const int32_t cluster = plan.kernel_set->backward_tile.cluster_size;
+  TmaBackwardParams params;
+  static_cast<BackwardParams&>(params) = main;
+  params.q = map_of_rows(p, p.q, p.head_dim, plan.tile_q);
+  params.dout = map_of_rows(p, main.gradients.dout, p.head_dim_v, plan.tile_q);
+  params.k = map_of_keys(p, p.k, p.head_dim, plan.tile_k / cluster);
+  params.v = map_of_keys(p, p.v, p.head_dim_v, plan.tile_k / cluster);
+  const FormKernels& kernels = plan.kernel_set->form(plan.form);
+  const int64_t descriptor_ctas = ceil_div(plan.blocks * cluster, kernels.prepare.threads);
+  cuda::launch(kernels.prepare,
+               descriptor_ctas + row_blocks(p, plan) * plan.kernel_set->prepare_splits, p.stream,
+               main);
+  const int64_t grid = params.tile_counter == nullptr
+                           ? plan.blocks * cluster
+                           : min<int64_t>(plan.blocks, gpu(p.device_index).sm_count);
+  cuda::launch(kernels.tma_backward, grid, p.stream, params, Start::dependent);
+}
+
+void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
+  ForwardLaunch all(p, plan, workspace);
+  launch_persistent(p, plan, all.params, all.regions.tile_counter.in<int32_t>(workspace),
+                    all.regions.recompute_list.in<int32_t>(workspace));
+  all.finish();
+}
+
+void launch_backward(const Request& request, const Plan& plan, void* workspace) {
+  const BackwardRegions regions = backward_regions(request, plan);
+  BackwardLaunch all(request, plan, regions, workspace);
+  BackwardParams& params = all.params;
+  params.row_lse = regions.row_lse.in<float>(workspace);
+  set_far_rows(params, regions.far_rows, workspace);
+  params.dq_sum = regions.dq_sum.in<float>(workspace);
+  params.descriptors = regions.descriptors.in<TileDescriptor>(workspace);
+  params.tile_counter = regions.tile_counter.in<int32_t>(workspace);
+  if (all.keys() || all.rows()) launch_keys(all.problem, plan, params);
+  if (all.rows()) {
+    cuda::launch(all.kernels().finish, row_blocks(all.problem, plan), all.problem.stream, params,
+                 Start::dependent);
+  }
+  all.finish();
+}
+
+void launch(const Request& request, const Plan& plan, void* workspace) {
+  switch (request.pass) {
+    case Pass::forward:
+      return launch_forward(request.problem, plan, workspace);
+    case Pass::backward:
+      return launch_backward(request, plan, workspace);
+  }
+}
+
+}  // namespace
+
+constexpr FamilyRow kFamily = {
+    .facts = {.name = "cuda.wgmma",
+              .requires_ = "Hopper, sm_90",
+              .dtypes = kHalfDtypes,
+              .passes = PassSet::of(Pass::forward, Pass::backward),
+              .max_head_dim = kHeadDims.back().qk},
+    .sm = {.first = 90, .last = 90},
+    .table = table,
+    .why_not = why_not,
+    .plan = plan,
+    .launch = launch,
+};
+
+}  // namespace tilewise::cuda::wgmma
