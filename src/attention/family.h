@@ -41,7 +41,7 @@ struct FamilyFacts {
 
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;
-    return dtypes.contains(p.dtype) && passes.contains(request.pass) &&
+    return dtypes.contains(request.dtypes.q) && passes.contains(request.pass) &&
            p.head_dim <= max_head_dim && p.head_dim_v <= max_head_dim;
   }
 };
@@ -55,19 +55,5 @@ struct WhyNot {
 
   constexpr explicit operator bool() const { return text != nullptr; }
 };
-
-// Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
-constexpr const char* short_dtype(int32_t dtype) {
-  switch (dtype) {
-    case TILEWISE_FLOAT32:
-      return "f32";
-    case TILEWISE_FLOAT16:
-      return "f16";
-    case TILEWISE_BFLOAT16:
-      return "bf16";
-    default:
-      return "f8";
-  }
-}
 
 }  // namespace tilewise

@@ -2,8 +2,8 @@
 
 namespace tilewise::capi {
 
-View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns,
-               Access access) {
+View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int32_t dtype,
+               int64_t columns, Access access) {
   const bool varlen = p.cu_seqlens_q != nullptr;
   return {name,
           t.data,
@@ -11,7 +11,7 @@ View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int
             {".stride_row", p.seqlen_q, t.stride_row},
             {".stride_head", p.heads_q, t.stride_head}}},
           p.batch == 0 && !varlen ? 0 : columns,
-          element_bytes(p.dtype),
+          element_bytes(dtype),
           access};
 }
 
@@ -28,7 +28,7 @@ View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int
             {".stride_row", paged ? p.page_size : p.seqlen_k, t.stride_row},
             {".stride_head", p.heads_kv, t.stride_head}}},
           columns,
-          element_bytes(p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype),
+          element_bytes(dtypes_of(p).kv),
           Access::read};
 }
 

@@ -6,9 +6,9 @@
 
 namespace tilewise::capi {
 
-// q, out, dout, dq: one row per query.
-View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns,
-               Access access);
+// q, out, dout, dq: one row per query, of elements of `dtype`.
+View rows_view(const char* name, const tilewise_tensor& t, const Problem& p, int32_t dtype,
+               int64_t columns, Access access);
 
 // k and v, which are only read: dense, variable length or paged.
 View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);

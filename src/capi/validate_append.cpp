@@ -85,7 +85,7 @@ View cache_view(const char* name, const tilewise_tensor& t, const Append& a, int
             {".stride_row", paged ? a.page_size : a.seqlen_k, t.stride_row},
             {".stride_head", a.heads_kv, t.stride_head}}},
           columns,
-          element_bytes(a.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : a.dtype),
+          element_bytes(dtypes_of(a).kv),
           Access::write};
 }
 

@@ -149,11 +149,12 @@ void check_bounds(const Problem& p) {
 
 void check_views(const Problem& p, Pass pass, Contents contents) {
   const bool backward = pass == Pass::backward;
+  const Dtypes dtypes = dtypes_of(p);
   const View views[] = {
-      rows_view("q", p.q, p, p.head_dim, Access::read),
+      rows_view("q", p.q, p, dtypes.q, p.head_dim, Access::read),
       keys_view("k", p.k, p, p.head_dim),
       keys_view("v", p.v, p, p.head_dim_v),
-      rows_view("out", p.out, p, p.head_dim_v, backward ? Access::read : Access::write),
+      rows_view("out", p.out, p, dtypes.out, p.head_dim_v, backward ? Access::read : Access::write),
   };
   for (const View& view : views) {
     // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
@@ -201,7 +202,7 @@ void check_option_pointers(const Problem& p) {
 // all heads of q share: it is then read once, not once per head. This does not hold for gradients
 // and for the factors of a float8 cache, which are per head.
 void join_broadcast_heads(Problem& p) {
-  if (p.k.stride_head == 0 && p.v.stride_head == 0 && p.kv_float8 == 0) p.heads_kv = 1;
+  if (p.k.stride_head == 0 && p.v.stride_head == 0 && !dtypes_of(p).converts_kv()) p.heads_kv = 1;
 }
 
 }  // namespace

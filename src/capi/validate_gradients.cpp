@@ -73,10 +73,11 @@ Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
   Gradients g = read_struct(given, "gradients");
   if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   check_range("gradients.reserved", g.reserved, 0, 0);
-  const View dout = rows_view("dout", g.dout, p, p.head_dim_v, Access::read);
+  const Dtypes dtypes = dtypes_of(p);
+  const View dout = rows_view("dout", g.dout, p, dtypes.out, p.head_dim_v, Access::read);
   if (contents != Contents::unread) check_data(dout);
   check_layout(dout);
-  check_wanted(rows_view("dq", g.dq, p, p.head_dim, Access::write), contents);
+  check_wanted(rows_view("dq", g.dq, p, dtypes.q, p.head_dim, Access::write), contents);
   check_wanted(dkeys_view("dk", g.dk, p, p.head_dim), contents);
   check_wanted(dkeys_view("dv", g.dv, p, p.head_dim_v), contents);
   check_wanted(lse_view("dlse", g.dlse, g.dlse_stride_batch, g.dlse_stride_head, p, Access::read),

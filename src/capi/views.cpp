@@ -88,18 +88,6 @@ void check_rows(const char* names, int64_t a, int64_t b, int64_t c) {
   require(fits, names, " is ", a, " * ", b, " * ", c, ": it must be at most ", kMaxRows);
 }
 
-int64_t element_bytes(int32_t dtype) {
-  switch (dtype) {
-    case TILEWISE_FLOAT32:
-      return 4;
-    case TILEWISE_FLOAT16:
-    case TILEWISE_BFLOAT16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
     case TILEWISE_FLOAT32:

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#include "tilewise/tilewise.h"
+#include "attention/dtypes.h"
 
 namespace tilewise::capi {
 
@@ -53,7 +53,6 @@ void check_aligned(const char* name, const void* pointer, int64_t bytes);
 // two of them.
 void check_rows(const char* names, int64_t a, int64_t b, int64_t c);
 
-int64_t element_bytes(int32_t dtype);
 const char* dtype_name(int32_t dtype);
 bool is_dtype(int32_t dtype);
 

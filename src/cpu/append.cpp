@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention/dtypes.h"
 #include "attention/problem.h"
 #include "base/float8.h"
 #include "base/half.h"
@@ -226,7 +227,7 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
 }  // namespace
 
 void append_kv(const tilewise_kv_append& append, const Parallel& parallel) {
-  const bool float8 = append.kv_float8 != 0;
+  const bool float8 = dtypes_of(append).kv == TILEWISE_FLOAT8_E4M3;
   switch (append.dtype) {
     case TILEWISE_FLOAT32:
       return run<float, float>(append, parallel);

@@ -23,8 +23,6 @@ const Kernels& kernels_for(Isa isa, int32_t dtype) {
 #endif
 }
 
-int64_t element_size(int32_t dtype) { return dtype == TILEWISE_FLOAT32 ? 4 : 2; }
-
 // Below this many multiply-adds, waking a thread costs more than it saves (about 5 us).
 constexpr int64_t kSerialWork = 1 << 18;
 
@@ -90,9 +88,9 @@ void for_unused_rows(const Problem& p, const Row& row) {
   for (int64_t i = 0; rest.first_row + i < p.seqlen_q; ++i) row(rest, i);
 }
 
-void zero_row(const Problem& p, const tilewise_tensor& view, int64_t offset, int64_t heads,
+void zero_row(int32_t dtype, const tilewise_tensor& view, int64_t offset, int64_t heads,
               int64_t columns) {
-  const int64_t size = element_size(p.dtype);
+  const int64_t size = element_bytes(dtype);
   for (int64_t h = 0; h < heads; ++h)
     std::memset(static_cast<char*>(view.data) + (offset + h * view.stride_head) * size, 0,
                 static_cast<size_t>(columns * size));
@@ -106,6 +104,7 @@ void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& pa
   const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr &&
                               p.cu_seqlens_k == nullptr && (per_sequence || p.kv_batch == p.batch);
   if (every_key_used) return;
+  const Dtypes dtypes = dtypes_of(p);
   const int64_t batches = varlen ? 1 : per_sequence ? p.batch : p.kv_batch;
   const int64_t keys = key_capacity(p);
   run_items(parallel, batches * keys, batches * keys * p.heads_kv * p.head_dim,
@@ -113,17 +112,17 @@ void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& pa
               const int64_t batch = i / keys;
               const int64_t key = i % keys;
               if (g.dk.data != nullptr)
-                zero_row(p, g.dk, batch * g.dk.stride_batch + key * g.dk.stride_row, p.heads_kv,
-                         p.head_dim);
+                zero_row(dtypes.kv, g.dk, batch * g.dk.stride_batch + key * g.dk.stride_row,
+                         p.heads_kv, p.head_dim);
               if (g.dv.data != nullptr)
-                zero_row(p, g.dv, batch * g.dv.stride_batch + key * g.dv.stride_row, p.heads_kv,
-                         p.head_dim_v);
+                zero_row(dtypes.kv, g.dv, batch * g.dv.stride_batch + key * g.dv.stride_row,
+                         p.heads_kv, p.head_dim_v);
             });
 }
 
 void zero_unused_outputs(const Problem& p) {
   for_unused_rows(p, [&](const Sequence& s, int64_t i) {
-    zero_row(p, p.out, s.row_offset(p.out, i), p.heads_q, p.head_dim_v);
+    zero_row(dtypes_of(p).out, p.out, s.row_offset(p.out, i), p.heads_q, p.head_dim_v);
     if (p.lse == nullptr) return;
     for (int64_t h = 0; h < p.heads_q; ++h) {
       const int64_t at = s.lse_offset(p.lse_stride_batch, i) + h * p.lse_stride_head;
@@ -148,7 +147,7 @@ struct ForwardLaunch {
         plan(a_plan),
         parallel(a_parallel),
         shape(forward_shape(p, plan.isa)),
-        kernels(kernels_for(plan.isa, p.dtype)),
+        kernels(kernels_for(plan.isa, dtypes_of(p).q)),
         layout(p, shape, plan, arena),
         tiles(p, plan.tile_q, layout.first_tile) {
     layout.first_key_tile[0] = 0;
@@ -276,8 +275,8 @@ struct BackwardLaunch {
         g(gradients),
         plan(a_plan),
         parallel(a_parallel),
-        shape(shape_of(plan.isa, p.dtype)),
-        kernels(kernels_for(plan.isa, p.dtype)),
+        shape(shape_of(plan.isa, dtypes_of(p).q)),
+        kernels(kernels_for(plan.isa, dtypes_of(p).q)),
         layout(p, g, shape, plan, arena),
         tiles(p, shape.back_q, layout.first_tile),
         chunk(back_chunk(shape, p)) {}
@@ -391,7 +390,7 @@ struct BackwardLaunch {
     if (g.dbias != nullptr) zero_dbias();
     if (g.dq.data != nullptr)
       for_unused_rows(p, [&](const Sequence& s, int64_t i) {
-        zero_row(p, g.dq, s.row_offset(g.dq, i), p.heads_q, p.head_dim);
+        zero_row(dtypes_of(p).q, g.dq, s.row_offset(g.dq, i), p.heads_q, p.head_dim);
       });
     run_items(parallel, row_tasks, row_work,
               [&](int64_t, int64_t i) { kernels.delta(row_task(i)); });

@@ -22,7 +22,7 @@ inline bool is_decoding(const Problem& p, Isa isa) {
     return false;  // seqlen_q counts the rows of all sequences
   const int64_t rows =
       p.cu_seqlens_q != nullptr && p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-  const int max_rows = max_decode_rows(isa, p.dtype);
+  const int max_rows = max_decode_rows(isa, dtypes_of(p).q);
   if (rows > max_rows || rows * group_size(p) > max_rows) return false;
   constexpr int64_t kMinKeys = 256;
   return rows * group_size(p) <= max_decode_rows(isa, TILEWISE_FLOAT32) || p.batch_invariant != 0 ||
@@ -30,7 +30,7 @@ inline bool is_decoding(const Problem& p, Isa isa) {
 }
 
 inline Shape forward_shape(const Problem& p, Isa isa) {
-  return is_decoding(p, isa) ? decode_shape_of(isa, p.dtype) : shape_of(isa, p.dtype);
+  return is_decoding(p, isa) ? decode_shape_of(isa, dtypes_of(p).q) : shape_of(isa, dtypes_of(p).q);
 }
 
 // Upper bound on key tiles over all sequences.

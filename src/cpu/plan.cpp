@@ -77,7 +77,7 @@ Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
 }
 
 Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads) {
-  const Shape shape = shape_of(isa, problem.dtype);
+  const Shape shape = shape_of(isa, dtypes_of(problem).q);
   Plan plan{};
   plan.isa = isa;
   plan.threads = threads;

@@ -63,7 +63,7 @@ ForwardLaunch::ForwardLaunch(const Problem& p, const Plan& a_plan, void* workspa
 void ForwardLaunch::finish() {
   if (needs_combine_kernel(plan)) {
     params.pdl_trigger = plan.combine_pdl_trigger;
-    const auto kernel = common::tensor_kernels(problem.dtype).combine(params);
+    const auto kernel = common::tensor_kernels(dtypes_of(problem).out).combine(params);
     launch(kernel, common::combine_blocks(params), problem.stream, params, Start::dependent);
   }
   if (plan.nan_recompute == nullptr) return;

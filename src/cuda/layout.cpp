@@ -25,15 +25,16 @@ Shape pages_shape(const Problem& p) { return {p.pages, p.page_size, p.heads_kv};
 
 // Whether the stride of one dimension of a view is a multiple of 16 bytes. The stride of a
 // dimension with one entry is never used.
-bool aligned(int64_t size, int64_t stride, int64_t element_bytes) {
-  return size <= 1 || stride % (kAlignment / element_bytes) == 0;
+bool aligned(int64_t size, int64_t stride, int64_t bytes) {
+  return size <= 1 || stride % (kAlignment / bytes) == 0;
 }
 
-bool aligned(const tilewise_tensor& view, const Shape& shape, int64_t element_bytes) {
+bool aligned(const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
+  const int64_t bytes = element_bytes(dtype);
   return reinterpret_cast<uintptr_t>(view.data) % kAlignment == 0 &&
-         aligned(shape.batch, view.stride_batch, element_bytes) &&
-         aligned(shape.rows, view.stride_row, element_bytes) &&
-         aligned(shape.heads, view.stride_head, element_bytes);
+         aligned(shape.batch, view.stride_batch, bytes) &&
+         aligned(shape.rows, view.stride_row, bytes) &&
+         aligned(shape.heads, view.stride_head, bytes);
 }
 
 // The paged forms count the rows of a sequence in 32 bits.
@@ -57,22 +58,23 @@ bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
 bool rows_are_aligned(const Request& request) {
   const Problem& p = request.problem;
   const Gradients& g = request.gradients;
-  const int64_t bytes = element_bytes(p);
-  const int64_t bytes_of_key = key_bytes(p);
+  const Dtypes& dtypes = request.dtypes;
+  const int64_t bytes_of_key = element_bytes(dtypes.kv);
   if (p.head_dim * bytes_of_key % kAlignment != 0 || p.head_dim_v * bytes_of_key % kAlignment != 0)
     return false;
   const Shape rows = rows_shape(p);
   const Shape keys = p.block_table != nullptr ? pages_shape(p) : keys_shape(p);
-  const bool inputs = aligned(p.q, rows, bytes) && aligned(p.out, rows, bytes) &&
-                      aligned(p.k, keys, bytes_of_key) && aligned(p.v, keys, bytes_of_key);
+  const bool inputs = aligned(p.q, rows, dtypes.q) && aligned(p.out, rows, dtypes.out) &&
+                      aligned(p.k, keys, dtypes.kv) && aligned(p.v, keys, dtypes.kv);
   if (request.is(Pass::forward) || !inputs) return inputs;
   const Shape gradients =
       common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
-  const auto aligned_if_given = [&](const tilewise_tensor& view, const Shape& shape) {
-    return view.data == nullptr || aligned(view, shape, bytes);
+  const auto aligned_if_given = [](const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
+    return view.data == nullptr || aligned(view, shape, dtype);
   };
-  return aligned(g.dout, rows, bytes) && aligned_if_given(g.dq, rows) &&
-         aligned_if_given(g.dk, gradients) && aligned_if_given(g.dv, gradients);
+  return aligned(g.dout, rows, dtypes.out) && aligned_if_given(g.dq, rows, dtypes.q) &&
+         aligned_if_given(g.dk, gradients, dtypes.kv) &&
+         aligned_if_given(g.dv, gradients, dtypes.kv);
 }
 
 bool rows_are_mappable(const Problem& p, const tilewise_tensor& view) {
@@ -99,7 +101,7 @@ bool pages_fit_32_bits(const Problem& p) {
   const auto fits = [&](const tilewise_tensor& view) {
     const auto bytes = [&](int64_t size, int64_t stride) {
       return static_cast<double>(size) * static_cast<double>(stride < 0 ? -stride : stride) *
-             static_cast<double>(key_bytes(p));
+             static_cast<double>(element_bytes(dtypes_of(p).kv));
     };
     return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
            static_cast<double>(kMaxCount * kAlignment);

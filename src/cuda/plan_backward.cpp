@@ -25,7 +25,7 @@ LongestTile longest_tile(const Problem& p) {
 }  // namespace
 
 int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
-  const int64_t bytes = p.dtype == TILEWISE_FLOAT32 ? 4 : 2;
+  const int64_t bytes = element_bytes(dtypes_of(p).q);
   const int64_t rows = is_varlen_q(p) && p.max_seqlen_q == 0 && p.batch > 0
                            ? ceil_div(p.seqlen_q, p.batch)
                            : max_rows(p);

@@ -44,7 +44,8 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
   order.longest_tile = order.tiles > 1 ? longest_tile(p) : LongestTile::none;
-  const int64_t keys_and_values = typical_keys(p) * (p.head_dim + p.head_dim_v) * key_bytes(p);
+  const int64_t keys_and_values =
+      typical_keys(p) * (p.head_dim + p.head_dim_v) * element_bytes(dtypes_of(p).kv);
   const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
   const int64_t head_group = heads_within_budget(keys_and_values, budget) * group_size(p) / pack;
   if (order.longest_tile != LongestTile::none)

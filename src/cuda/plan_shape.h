@@ -1,18 +1,10 @@
 // Bounds on sequence lengths that the planner derives without reading an index array.
 #pragma once
 
-#include "attention/problem.h"
+#include "attention/request.h"
 #include "base/size.h"
 
 namespace tilewise::cuda {
-
-inline int64_t element_bytes(const Problem& p) { return p.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
-
-// Element type of keys and values.
-inline int32_t key_dtype(const Problem& p) {
-  return p.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : p.dtype;
-}
-inline int64_t key_bytes(const Problem& p) { return p.kv_float8 != 0 ? 1 : element_bytes(p); }
 
 // A problem with at most this many packed rows per sequence is a decode: the rows of mma_sync's
 // decode tile.

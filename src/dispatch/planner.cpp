@@ -11,7 +11,7 @@ const cpu::FamilyRow* faster_than(const cpu::FamilyRow& chosen, const Request& r
   for (const cpu::FamilyRow& row : families_of(device).cpu) {
     if (row.isa <= chosen.isa || !row.facts.computes(request)) continue;
     const bool known_slower = cpu::usable(device.cpu, row.isa) && !worth_using(device.cpu, row.isa);
-    if (row.gains.contains(request.problem.dtype) && !known_slower) return &row;
+    if (row.gains.contains(request.dtypes.q) && !known_slower) return &row;
   }
   return nullptr;
 }
@@ -25,7 +25,7 @@ std::string explain_refusal(const Request& request, const Device& device) {
 
 std::string explain_cpu(const Decision& decision, const Request& request, const Device& device) {
   const cpu::FamilyRow& chosen = *decision.cpu_row;
-  const std::string why = std::string(short_dtype(request.problem.dtype)) + " on " +
+  const std::string why = std::string(short_dtype(request.dtypes.q)) + " on " +
                           cpu::kIsaNames[static_cast<std::size_t>(chosen.isa)] + " (" +
                           decision.cpu.engine + ")";
   const cpu::FamilyRow* faster = faster_than(chosen, request, device);
@@ -62,7 +62,8 @@ void launch(const Decision& decision, const Request& request, void* workspace,
 std::string kernel_name(const Decision& decision, const Request& request) {
   if (decision.family == nullptr) return {};
   return std::string(decision.family->name) + "." + pass_name(request.pass) + "." +
-         short_dtype(request.problem.dtype) + (request.problem.kv_float8 != 0 ? ".f8" : "");
+         short_dtype(request.dtypes.q) +
+         (request.dtypes.converts_kv() ? std::string(".") + short_dtype(request.dtypes.kv) : "");
 }
 
 std::string explain(const Decision& decision, const Request& request, const Device& device) {
@@ -72,7 +73,7 @@ std::string explain(const Decision& decision, const Request& request, const Devi
 }
 
 std::string request_text(const Request& request) {
-  return std::string(pass_name(request.pass)) + " in " + short_dtype(request.problem.dtype) +
+  return std::string(pass_name(request.pass)) + " in " + short_dtype(request.dtypes.q) +
          " with head_dim " + std::to_string(request.problem.head_dim);
 }
 

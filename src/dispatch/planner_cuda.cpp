@@ -27,7 +27,7 @@ const cuda::FamilyRow* faster_than(const cuda::FamilyRow& chosen, const Request&
   const auto mentioned = [&](const cuda::FamilyRow* row) {
     return sm <= row->sm.last &&
            (!row->is_of_one_generation() ||
-            (sm >= row->sm.first && row->facts.dtypes.contains(request.problem.dtype)));
+            (sm >= row->sm.first && row->facts.dtypes.contains(request.dtypes.q)));
   };
   const auto next = std::find(rows.begin(), rows.end(), &chosen) + 1;
   const auto found = std::find_if(next, rows.end(), mentioned);
@@ -134,7 +134,7 @@ Decision plan_cuda(const Request& request, const Device& device) {
 
 std::string explain_cuda(const Decision& decision, const Request& request, const Device& device) {
   const std::string slower = why_not_faster(*decision.cuda_row, request, device);
-  return std::string(short_dtype(request.problem.dtype)) + " on " + sm_text(device) + ", " +
+  return std::string(short_dtype(request.dtypes.q)) + " on " + sm_text(device) + ", " +
          tile_text(decision, device) + ": " +
          (slower.empty() ? "no family of the library is faster here" : slower);
 }

@@ -18,9 +18,9 @@ struct BackwardRegions : BackwardWorkspace {
 int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
-  const Problem& p = request.problem;
-  if (table(gpu) == arch::Sm75::kTable && p.dtype != TILEWISE_FLOAT16 && p.kv_float8 == 0)
-    return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(p.dtype)};
+  const int32_t kv = request.dtypes.kv;
+  if (table(gpu) == arch::Sm75::kTable && kv != TILEWISE_FLOAT16 && kv != TILEWISE_FLOAT8_E4M3)
+    return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(kv)};
   return {};
 }
 
@@ -28,7 +28,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
 // of q.
 const KernelSet* find_in_table(const Request& request, int32_t table, const Target& target) {
   KernelQuery query = {
-      .family = &kFamily, .table = table, .dtype = key_dtype(request.problem), .tf32 = true};
+      .family = &kFamily, .table = table, .dtype = request.dtypes.kv, .tf32 = true};
   if (request.problem.tf32 != 0) {
     const KernelSet* kernel_set = find_kernels(request, query, target);
     if (kernel_set != nullptr) return kernel_set;

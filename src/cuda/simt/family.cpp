@@ -14,8 +14,7 @@ WhyNot why_not(const Request&, const Gpu&) { return {}; }
 // The kernels are compiled per element type of q; float8 keys are an option of them.
 const KernelSet* find(const Request& request, const Target& target) {
   return find_kernels(
-      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.problem.dtype},
-      target);
+      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.dtypes.q}, target);
 }
 
 Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {

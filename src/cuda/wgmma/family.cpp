@@ -26,7 +26,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (forward && has_few_rows(p))
     return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
   if (gpu.table != 0) return {.text = "a tile table is forced"};  // of another family
-  if (p.kv_float8 != 0) return {.text = "TMA does not convert float8"};
+  if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
   if (forward && p.batch_invariant != 0)
     return {.text = "batch_invariant needs one kernel for all lengths"};
   if (!rows_are_aligned(request))
@@ -57,8 +57,7 @@ bool prefers_small_tiles(const Request& request, const KernelSet& kernel_set) {
 
 const KernelSet* find(const Request& request, const Target& target) {
   const KernelSet* large = find_kernels(
-      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.problem.dtype},
-      target);
+      request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.dtypes.q}, target);
   if (large == nullptr || !prefers_small_tiles(request, *large)) return large;
   return with_few_rows(*large, request, target.gpu);
 }

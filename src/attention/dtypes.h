@@ -1,0 +1,53 @@
+// The element types of a problem's tensors: the only place that derives them from the struct of the
+// C ABI.
+#pragma once
+
+#include "base/platform.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise {
+
+// Bytes of an element; dtypes are those of tilewise_dtype.
+TILEWISE_FN constexpr int64_t element_bytes(int32_t dtype) {
+  switch (dtype) {
+    case TILEWISE_FLOAT32:
+      return 4;
+    case TILEWISE_FLOAT16:
+    case TILEWISE_BFLOAT16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+// Short names as they appear in kernel names: "f32", "f16", "bf16", "f8".
+constexpr const char* short_dtype(int32_t dtype) {
+  switch (dtype) {
+    case TILEWISE_FLOAT32:
+      return "f32";
+    case TILEWISE_FLOAT16:
+      return "f16";
+    case TILEWISE_BFLOAT16:
+      return "bf16";
+    default:
+      return "f8";
+  }
+}
+
+struct Dtypes {
+  int32_t q;    // of q and dq
+  int32_t kv;   // of k, v, dk and dv
+  int32_t out;  // of out and dout
+
+  // Whether keys and values are stored in fewer bits than the queries have.
+  TILEWISE_FN constexpr bool converts_kv() const { return kv != q; }
+};
+
+// `Given` is a problem, or an append to its cache.
+template <class Given>
+TILEWISE_FN constexpr Dtypes dtypes_of(const Given& given) {
+  const int32_t kv = given.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : given.dtype;
+  return {.q = given.dtype, .kv = kv, .out = given.dtype};
+}
+
+}  // namespace tilewise
