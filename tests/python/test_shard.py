@@ -10,6 +10,7 @@ import torch
 
 import capi
 import oracle
+from bounds import FP32_RELATIVE
 from cases import Built, Case, check, run
 
 FULL = (-1, -1)
@@ -123,7 +124,9 @@ def test_nan_in_keys_that_no_row_sees_stays_hidden(dtype, rows, window, diagonal
             clean = run(b)
             b.k[0, hidden] = b.v[0, hidden] = torch.nan
             got = run(b)
-        np.testing.assert_allclose(got.out, clean.out, atol=1e-2 if dtype == "bf16" else 1e-6)
+        # Another kernel may compute tiles with NaN; each is within FP32_RELATIVE of the oracle.
+        bound = 1e-2 if dtype == "bf16" else 2 * FP32_RELATIVE * np.abs(clean.out).max()
+        np.testing.assert_allclose(got.out, clean.out, rtol=0, atol=bound)
         for name in "qkv":
             bound = 3e-2 if dtype == "bf16" else 1e-5
             np.testing.assert_allclose(got.grads[name], clean.grads[name], atol=bound)
