@@ -261,7 +261,7 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
     plan = capi.plan(b.attention)
     uses_tma = test_decode.form(b, plan) == "paged TMA" and shape != "general"
     assert (b"paged TMA form" if uses_tma else b"general form") in plan.why
-    if test_decode.cut(plan) != test_decode.cut(capi.plan(want.attention)):
+    if test_decode.splitting_of(plan) != test_decode.splitting_of(capi.plan(want.attention)):
         want.attention.num_splits = b.attention.num_splits = 2
     results = [run(x, backward=False) for x in (b, want)]
     for here, there in zip(b.sequences, want.sequences, strict=True):
