@@ -34,6 +34,9 @@ struct RowLanes {
   static constexpr int kRows =
       BackwardSums<C>::kQueries % kMinRows == 0 ? kMinRows : BackwardSums<C>::kQueries;
   static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
+  // Enough loads in flight: with the 52 registers that ptxas would choose there are 4 CTAs (D128,
+  // 16k rows of 16 heads: 75 -> 80 us). Several passes hold the loads of each, and need 80.
+  static constexpr int kMinBlocksPerSm = kPasses == 1 ? 5 : 1;
 };
 
 // CTAs of the prepare kernel that share a tile of rows.
@@ -83,10 +86,8 @@ TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
 
 // Writes the descriptors, zeros in dq_sum, and the row statistics in the layout of BackwardSums:
 // row_lse = -lse and row_delta = -delta = dlse - sum(out dout).
-// At least 5 CTAs per SM, for enough loads in flight: with the 52 registers that ptxas would choose
-// there are 4 (D128, 16k rows of 16 heads: 75 -> 80 us).
 template <class C>
-TILEWISE_KERNEL(kPrepareThreads, 5)
+TILEWISE_KERNEL(kPrepareThreads, RowLanes<C>::kMinBlocksPerSm)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   using Sums = BackwardSums<C>;
   using Lanes = RowLanes<C>;
