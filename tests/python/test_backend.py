@@ -10,7 +10,7 @@ import pytest
 
 import tilewise
 from tilewise import _backend, _kvcache_numpy, _numpy
-from tilewise._cache import NewKeys, Where
+from tilewise._cache import CacheLayout, NewKeys
 from tilewise._request import Request, Sequences
 
 # Fields with another name than the argument of attention_with_kvcache that they hold.
@@ -21,7 +21,7 @@ RENAMED = {
 CALLS = {
     "attention": (_numpy, (Request,)),
     "attention_varlen": (_numpy, (Sequences, Request)),
-    "attention_with_kvcache": (_kvcache_numpy, (NewKeys, Where, Request)),
+    "attention_with_kvcache": (_kvcache_numpy, (NewKeys, CacheLayout, Request)),
 }
 
 

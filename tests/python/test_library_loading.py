@@ -264,7 +264,7 @@ def test_adapter_for_another_torch(tmp_path):
         adapter_or_skip(tmp_path), "int aoti_torch_tomorrow(); int call = aoti_torch_tomorrow();"
     )
     sentence = refused(ASK_TORCH, tmp_path)
-    assert "this PyTorch is not one" in sentence and "aoti_torch_tomorrow" in sentence
+    assert "it does not fit this PyTorch" in sentence and "aoti_torch_tomorrow" in sentence
 
 
 def test_supported_torch_versions(tmp_path):
