@@ -62,7 +62,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int32_t previous_ = -1;
+  [[maybe_unused]] int32_t previous_ = -1;  // builds without CUDA do not need it
 };
 
 // Encodes a tensor map. Throws Error if the driver refuses the shape.

@@ -68,7 +68,7 @@ TEST(Launches, ADependentLaunchMustWait) {
   } catch (const Fault& fault) {
     message = fault.what();
   }
-  expect_part(message, "none of its threads has waited");
+  expect_contains(message, "none of its threads has waited");
   drop_launches();
 }
 
@@ -85,8 +85,8 @@ TEST(Launches, AFaultOfThePrecedingLaunchEndsTheDependentOne) {
   } catch (const Fault& fault) {
     message = fault.what();
   }
-  expect_part(message, "sync_block");
-  expect_part(message, "of");
+  expect_contains(message, "sync_block");
+  expect_contains(message, "of");
 }
 
 }  // namespace
