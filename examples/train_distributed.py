@@ -63,7 +63,8 @@ def cut_model(config: gpt.Config, args: argparse.Namespace) -> gpt.GPT:
 def step_cut(model: gpt.GPT, tokens: Tensor, targets: Tensor, layout: str) -> float:
     """The loss of the whole batch; leaves its gradient in the weights of every rank."""
     mine, wanted = (td.shard(x, 1, layout=layout) for x in (tokens, targets))
-    logits = model(mine).float().flatten(0, 1)
+    with torch.autocast(mine.device.type, torch.bfloat16, enabled=mine.device.type == "cuda"):
+        logits = model(mine).float().flatten(0, 1)
     # The losses of the ranks add up to the mean over all tokens.
     loss = functional.cross_entropy(logits, wanted.flatten(), reduction="sum") / targets.numel()
     loss.backward()

@@ -26,12 +26,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional
 
 import corpus
 import gpt
 import tilewise.distributed as td
+from train_distributed import step_cut
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -62,21 +61,6 @@ def model_of(args: argparse.Namespace, device: torch.device) -> gpt.GPT:
     rows = td.positions(args.tokens, layout=args.layout, device=device)
     model.cos, model.sin = model.cos[rows], model.sin[rows]
     return model
-
-
-def step_of(model: gpt.GPT, tokens: Tensor, targets: Tensor, layout: str) -> float:
-    """The loss of the whole sequence; leaves its gradient in the weights of every rank."""
-    mine, wanted = (td.shard(x, 1, layout=layout) for x in (tokens, targets))
-    with torch.autocast(mine.device.type, torch.bfloat16, enabled=mine.device.type == "cuda"):
-        logits = model(mine).float().flatten(0, 1)
-    # The losses of the ranks add up to the mean over all tokens.
-    loss = functional.cross_entropy(logits, wanted.flatten(), reduction="sum") / targets.numel()
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    for weight in model.parameters():
-        dist.all_reduce(weight.grad)
-    return total.item()
 
 
 def memory_of(device: torch.device) -> int:
@@ -131,7 +115,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     for number in range(args.steps):
         begin = time.perf_counter()
         tokens, targets = (x.to(device) for x in text.batch(number, 0, 1, args.tokens))
-        loss = step_of(model, tokens, targets, args.layout)
+        loss = step_cut(model, tokens, targets, args.layout)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":

@@ -72,6 +72,8 @@ _SCHEMAS = (
 )
 
 
+WITH_LSE_LOW = True  # the last argument of a forward whose lse a backward takes
+
 _library = torch.library.Library("tilewise", "FRAGMENT")
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -87,13 +89,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
             torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         ):
             return torch.ops.tilewise.forward(*arguments)
-        return _without_lse_low(torch.ops.tilewise.forward(*arguments, writes_lse_low(q)), q)
+        return _without_lse_low(torch.ops.tilewise.forward(*arguments, WITH_LSE_LOW), q)
     if is_transformed():
-        return _without_lse_low(_Forward.apply(*arguments, writes_lse_low(q)), q)
+        return _without_lse_low(_Forward.apply(*arguments, WITH_LSE_LOW), q)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     ):
-        return _EagerForward.apply(*arguments, writes_lse_low(q))
+        return _EagerForward.apply(*arguments, WITH_LSE_LOW)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.forward(*arguments)
 
@@ -104,11 +106,6 @@ def append_kv(*arguments: Any) -> Tensor:
         return torch.ops.tilewise.append_kv(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.append_kv(*arguments)
-
-
-def writes_lse_low(q: Tensor) -> bool:
-    """Whether the kernels of q's device write lse_low."""
-    return q.device.type in ("cpu", "cuda")
 
 
 def _without_lse_low(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:

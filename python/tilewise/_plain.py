@@ -183,13 +183,13 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, *options, _ops.writes_lse_low(q))
+        out, lse = _forward(q, k, v, *options, _ops.WITH_LSE_LOW)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = options
         if not return_lse:
             return out
-        return out, lse[0] if _ops.has_lse_low(lse, q) else lse
+        return out, lse[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:

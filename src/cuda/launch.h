@@ -51,6 +51,18 @@ class BackwardLaunch {
   const FormKernels& kernels() const { return plan.kernel_set->form(plan.form); }
 };
 
+// FamilyRow::launch of a family that launches a forward with kForward(problem, plan, workspace) and
+// a backward with kBackward(request, plan, workspace).
+template <auto kForward, auto kBackward>
+void launch_pass(const Request& request, const Plan& plan, void* workspace) {
+  switch (request.pass) {
+    case Pass::forward:
+      return kForward(request.problem, plan, workspace);
+    case Pass::backward:
+      return kBackward(request, plan, workspace);
+  }
+}
+
 // The parameters of kernels that compute far rows.
 void set_far_rows(BackwardParams& params, const FarRowRegions& regions, void* workspace);
 

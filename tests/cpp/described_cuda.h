@@ -1,5 +1,5 @@
-// A registry of every kernel set of the manifest, without code: the contents of a build for all
-// GPUs.
+// A registry of every kernel set that the families list in instances.h, without code: the contents
+// of a build for all GPUs.
 #pragma once
 
 #include <cstring>

@@ -232,7 +232,7 @@ def test_packed_sequences(pool, world):
         check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
 
 
-@given(
+RANDOM = dict(
     case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
         lambda dtype: cases(dtype, dropout=False, small=True)
     ),
@@ -240,9 +240,11 @@ def test_packed_sequences(pool, world):
     method=st.sampled_from(METHODS),
     layout=st.sampled_from(LAYOUTS),
 )
-@settings(
-    max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-)
+REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@given(**RANDOM)
+@settings(REPEATABLE, max_examples=150)
 def test_random_problems(pool, case, world, method, layout):
     """The random problems of one process, changed to sequences of equal length."""
     batch = max(len(case.rows), 1)
@@ -254,17 +256,8 @@ def test_random_problems(pool, case, world, method, layout):
     check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
 
 
-@given(
-    case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
-        lambda dtype: cases(dtype, dropout=False, small=True)
-    ),
-    world=st.sampled_from([1, 2, 3, 4]),
-    method=st.sampled_from(METHODS),
-    layout=st.sampled_from(LAYOUTS),
-)
-@settings(
-    max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@given(**RANDOM)
+@settings(REPEATABLE, max_examples=100)
 def test_random_packed_problems(pool, case, world, method, layout):
     """The random problems of one process, changed to packed sequences."""
     case = replace(

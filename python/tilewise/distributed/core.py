@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _ops
 from .._ops import WANT_BIAS, WANT_K, WANT_Q, WANT_SCALE, WANT_SINKS, WANT_V
-from .._options import Options, contiguous_columns, has_lse_low
+from .._options import Options, contiguous_columns
 
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
@@ -53,8 +53,8 @@ class Local:
         """See ``Method``."""
         options = self.options(options)
         q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
-        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.writes_lse_low(q))
-        return Result(out, lse[0] if has_lse_low(lse, q) else lse, [q, k, v, out, lse])
+        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
+        return Result(out, lse[0], [q, k, v, out, lse])
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int

@@ -34,8 +34,8 @@ struct RowLanes {
   static constexpr int kRows =
       BackwardSums<C>::kQueries % kMinRows == 0 ? kMinRows : BackwardSums<C>::kQueries;
   static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
-  // Enough loads in flight: with the 52 registers that ptxas would choose there are 4 CTAs (D128,
-  // 16k rows of 16 heads: 75 -> 80 us). Several passes hold the loads of each, and need 80.
+  // Enough loads in flight: with the 52 registers that ptxas would choose there are 4 CTAs (H200,
+  // D128, 16k rows of 16 heads: 77 -> 80 us). Several passes hold the loads of each, and need 80.
   static constexpr int kMinBlocksPerSm = kPasses == 1 ? 5 : 1;
 };
 

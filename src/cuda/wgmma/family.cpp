@@ -143,15 +143,6 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
   all.finish();
 }
 
-void launch(const Request& request, const Plan& plan, void* workspace) {
-  switch (request.pass) {
-    case Pass::forward:
-      return launch_forward(request.problem, plan, workspace);
-    case Pass::backward:
-      return launch_backward(request, plan, workspace);
-  }
-}
-
 }  // namespace
 
 constexpr FamilyRow kFamily = {
@@ -164,7 +155,7 @@ constexpr FamilyRow kFamily = {
     .table = table,
     .why_not = why_not,
     .plan = plan,
-    .launch = launch,
+    .launch = launch_pass<launch_forward, launch_backward>,
 };
 
 }  // namespace tilewise::cuda::wgmma
