@@ -46,9 +46,9 @@ def own(group, xs, layout="zigzag", dim=1):
 # --- what needs no ranks --------------------------------------------------------------------------
 
 
-def seen(size_q, size_k, window):
+def seen(size_q, size_k, window, diagonal=0):
     left, right = window
-    aligned = torch.arange(size_q).view(-1, 1) + size_k - size_q
+    aligned = torch.arange(size_q).view(-1, 1) + size_k - size_q + diagonal
     key = torch.arange(size_k).view(1, -1)
     mask = torch.ones(size_q, size_k, dtype=torch.bool)
     if left is not None:
@@ -65,7 +65,7 @@ def test_spans_and_pairs_are_those_of_the_mask(window):
         for begin in range(size_q):
             for end in range(begin + 1, size_q + 1):
                 span = span_of((begin, end), size_q, size_k, window)
-                local = seen(end - begin, span.end - span.begin, span.window)
+                local = seen(end - begin, span.end - span.begin, window, span.diagonal)
                 whole = torch.zeros(end - begin, size_k, dtype=torch.bool)
                 whole[:, span.begin : span.end] = local
                 assert torch.equal(whole, mask[begin:end]), (size_q, size_k, begin, end)
@@ -104,6 +104,24 @@ def test_one_process_is_the_ordinary_call():
         td.attention(q, k, v, method="ring")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
+
+
+def dropped(group, method):
+    """Whether this rank's rows are those of the unsharded call after the seed of rank 0."""
+    whole = tensors()
+    torch.manual_seed(3)
+    expected = tilewise.attention(*whole, dropout_p=0.4)
+    following = torch.rand(1)
+    torch.manual_seed(3 + torch.distributed.get_rank(group))
+    out = td.attention(*own(group, whole), dropout_p=0.4, method=method, group=group)
+    same = torch.equal(torch.rand(1), following) == (torch.distributed.get_rank(group) == 0)
+    rows = td.shard(expected, 1, layout="zigzag", group=group)
+    return same and torch.allclose(out, rows, atol=1e-5)
+
+
+def test_dropout_follows_the_seed_of_rank_0(pool):
+    for method in METHODS:
+        assert pool.run(3, dropped, method) == [True] * 3
 
 
 # --- forms of the arguments -----------------------------------------------------------------------
@@ -166,10 +184,11 @@ def checkpointed(group, method):
     from torch.utils.checkpoint import checkpoint
 
     def attend(q, k, v):
-        return td.attention(q, k, v, group=group, method=method, causal=True)
+        return td.attention(q, k, v, group=group, method=method, causal=True, dropout_p=0.3)
 
     results = []
     for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=False)):
+        torch.manual_seed(3)
         q, k, v = own(group, tensors())
         (run(q, k, v) ** 2).sum().backward()
         results.append((q.grad, k.grad, v.grad))
@@ -217,10 +236,6 @@ def test_choice_by_cost(pool):
             assert got == method
             assert text.startswith(f"method: {method} (the lower predicted time)")
             assert "ulysses:" in text and "allgather:" in text and "MB received in" in text
-    slopes = torch.ones(16)
-    for got, text, _ in pool.run(4, explained, 512, 16, 1, {"alibi_slopes": slopes}):
-        assert got == "ulysses" and "(the only exact one)" in text
-        assert "allgather: not exact here: alibi_slopes is given without causal=True" in text
 
 
 def test_predicted_bytes_are_those_that_move(pool):
@@ -270,6 +285,11 @@ def packed_calls(group):
     q, k, v = (y[0].clone() for y in tensors())
     mine = [td.shard(y, 0, **where) for y in (q, k, v)]
     common = {"group": group, "causal": True}
+    if world > 1:
+        choice = td.explain(*mine, cu_seqlens_q=cu, dropout_p=0.1, **common)
+        assert choice.method == "ulysses" and "(the only exact one)" in str(choice)
+        why = "not exact here: dropout_p is 0.1 with packed sequences"
+        assert f"allgather: {why}" in str(choice)
     out = td.attention_varlen(*mine, cu, **common)
     lengths = torch.tensor(cu, dtype=torch.int32)
     expected = tilewise.attention_varlen(q, k, v, lengths, lengths, causal=True)
@@ -282,6 +302,7 @@ def packed_calls(group):
         lambda: td.attention_varlen(*mine, cu, [0, 24], **common),
         lambda: td.attention_varlen(*mine, "ab", **common),
         lambda: td.shard(x, 0, **{**where, "cu_seqlens": [0, 23]}),
+        lambda: td.attention_varlen(*mine, cu, dropout_p=0.1, method="allgather", **common),
     )
     return [error_of(call) for call in calls]
 
@@ -302,6 +323,7 @@ def test_packed_calls(pool):
         assert "cu_seqlens_k has 2 entries, but must have 4 like cu_seqlens_q" in messages[2]
         assert "cu_seqlens_q is 'ab', but must be a sequence of integers" in messages[3]
         assert "cu_seqlens ends with 23, but there are 24 rows" in messages[4]
+        assert "packed sequences, which method='allgather' cannot compute" in messages[5]
 
 
 # --- refusals and ranks that differ ---------------------------------------------------------------
@@ -311,11 +333,7 @@ def refused(group, kind):
     rank = torch.distributed.get_rank(group)
     q, k, v = own(group, tensors())
     options: dict = {"causal": True}
-    if kind == "dropout":
-        options["dropout_p"] = 0.1
-    elif kind == "alibi":
-        options = {"alibi_slopes": torch.ones(4), "method": "allgather"}
-    elif kind == "descale":
+    if kind == "descale":
         options["k_descale"] = torch.ones(1, 1)
     elif kind == "bias keys":
         options["bias"] = torch.zeros(12, 12)
@@ -324,6 +342,8 @@ def refused(group, kind):
             options["causal"] = False
         elif kind == "transport":
             os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"] = "copies"
+        elif kind == "dropout":
+            options["dropout_p"] = 0.1
         elif kind == "softcap":
             options["softcap"] = 2.0
         elif kind == "method":
@@ -358,8 +378,7 @@ def refused(group, kind):
 
 
 REFUSALS = {
-    "dropout": "dropout_p is 0.1, but must be 0 over several ranks",
-    "alibi": "alibi_slopes is given without causal=True, which method='allgather' cannot compute",
+    "dropout": "dropout_p is 0.1 on rank 1, but 0.0 on rank 0",
     "descale": "k_descale is given, but no method takes float8 keys over several ranks",
     "bias keys": "bias has 12 keys, but must have 1 or the 24 keys of the whole sequence",
     "causal": "window with causal is (-1, -1) on rank 1, but (-1, 0) on rank 0",

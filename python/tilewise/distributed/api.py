@@ -49,10 +49,10 @@ def attention(
         tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.
         scale: As in ``tilewise.attention``; a tensor gets this rank's part of its gradient.
         bias: This rank's rows of the bias, or one row for all, with the keys of the whole sequence.
-        alibi_slopes: float32 [heads_q] or [batch, heads_q], the same on all ranks; with method
-            "allgather" only if causal.
+        alibi_slopes: float32 [heads_q] or [batch, heads_q], the same on all ranks.
         sinks: float32 [heads_q], the same on all ranks; gets this rank's part of its gradient.
-        dropout_p: Must be 0 with several ranks.
+        dropout_p: As in ``tilewise.attention``: the weights that are dropped are those of the
+            unsharded call after the ``torch.manual_seed`` of rank 0.
         k_descale: Must be None with several ranks, which take no float8 keys.
         v_descale: The same.
         reduce_replicated: Give scale, sinks and a bias of one row the sum of their gradients over
@@ -113,6 +113,7 @@ def attention_varlen(
         layout: How each sequence is cut: "zigzag" or "contiguous".
         bias: Must be None with several ranks.
         alibi_slopes: float32 [heads_q] or [sequences, heads_q].
+        dropout_p: As in ``attention``; not with method "allgather".
 
     Returns:
         This rank's rows of out [rows of this rank, heads_q, head_dim_v]; with return_lse also of

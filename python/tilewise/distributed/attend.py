@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._request import Request, Shard
 from .allgather import AllGather
 from .core import Attend, Method
 from .dense import DenseCut
@@ -13,13 +15,14 @@ from .grid import Grid, inside_host, rows_of_hosts
 from .keys import key_plan
 from .packed import PackedCut, Reordered
 from .problem import Problem
+from .ranks import exchanging
 from .transport import transport_of
 from .ulysses import Ulysses, own_bias
 
 
 def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of out [B, rows, Hq, Dv] and, if requested, lse [B, Hq, rows]."""
-    options = _torch.score_options(p.q, p.sequences, p.request)
+    options = _torch.score_options(p.q, p.sequences, _as_shard(p))
     bias, method = p.bias, _method(p, name)
     if bias is not None:
         if p.grid is not None:
@@ -46,6 +49,20 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
+def _as_shard(p: Problem) -> Request:
+    """The request for parts of the heads, with the seed of dropout that rank 0 has drawn.
+
+    All ranks draw, as the unsharded call does, so that generators that were equal stay equal.
+    """
+    shard = Shard(heads_q_total=p.heads[0])
+    if p.request.dropout_p > 0.0:
+        state = _torch.draw_dropout_state(p.q.device)
+        with exchanging("the seed of dropout", p.ranks):
+            dist.broadcast(state, group_src=0, group=p.ranks.group)
+        shard = shard._replace(dropout_state=state)
+    return p.request._replace(shard=shard)
+
+
 def _method(p: Problem, name: str) -> Method:
     device, rank = p.q.device, p.ranks.rank
     if p.grid is not None:
@@ -64,7 +81,8 @@ def _both(p: Problem, grid: Grid) -> Ulysses:
     """The method "ulysses" inside hosts around "allgather" between them."""
     device, rank = p.q.device, grid.between.rank
     rows, keys = p.cut.row_runs, p.cut.key_runs
-    hosts = DenseCut(rows_of_hosts(rows, grid), rows_of_hosts(keys, grid), p.request.window)
+    assert isinstance(p.cut, DenseCut)
+    hosts = p.cut._replace(row_runs=rows_of_hosts(rows, grid), key_runs=rows_of_hosts(keys, grid))
     between = AllGather(
         grid.between, p.size_q, key_plan(rank, *hosts.calls()), hosts.local(rank, device),
         Messages(grid.between),

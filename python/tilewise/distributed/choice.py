@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from . import allgather, ulysses
 from .keys import moved_keys
+from .packed import PackedCut
 from .problem import BOTH, METHODS, Problem
 from .ulysses import key_heads, query_heads
 
@@ -65,12 +66,10 @@ def choose(p: Problem, method: str) -> Choice:
     """
     if p.ranks.world == 1:
         return Choice("local", "one rank has the whole sequence", {}, {})
+    if p.grid is not None:
+        return Choice(BOTH, "the mesh has two dimensions", {}, {})
     why = _why_not_allgather(p)
     refused = {"allgather": why} if why else {}
-    if p.grid is not None:
-        if why:
-            raise ValueError(f"{why}, which a mesh of two dimensions cannot compute exactly")
-        return Choice(BOTH, "the mesh has two dimensions", {}, {})
     if method in refused:
         raise ValueError(
             f"{why}, which method='{method}' cannot compute exactly; method='ulysses' can"
@@ -86,9 +85,9 @@ def choose(p: Problem, method: str) -> Choice:
 
 def _why_not_allgather(p: Problem) -> str:
     """The argument that this method cannot compute exactly, or an empty string."""
-    if p.request.alibi_slopes is not None and p.request.window[1] != 0:
-        # The penalty counts from the aligned key, which moves with the end of the keys.
-        return "alibi_slopes is given without causal=True"
+    if p.request.dropout_p > 0.0 and isinstance(p.cut, PackedCut):
+        # The operators count rows and keys from the same offsets in all sequences of a call.
+        return f"dropout_p is {p.request.dropout_p} with packed sequences"
     return ""
 
 

@@ -5,6 +5,7 @@ Methods nest: one that exchanges calls another, or the operator itself, for what
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,7 +78,21 @@ def of_heads(options: Options, begin: int, end: int) -> Options:
         bias=bias,
         alibi_slopes=None if slopes is None else slopes[..., begin:end],
         sinks=None if sinks is None else sinks[begin:end],
+        head_offset=options.head_offset + begin,
     )
+
+
+@lru_cache(maxsize=64)
+def diagonals(values: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """The diagonal of each sequence as the operators take it, or None if all are 0."""
+    return torch.tensor(values, dtype=torch.int32).to(device) if any(values) else None
+
+
+def with_diagonal(options: Options, diagonal: Tensor | None) -> Options:
+    """The options with the diagonal, if they depend on it: without one, kernels are faster."""
+    windowed = options.window_left >= 0 or options.window_right >= 0
+    used = windowed or options.alibi_slopes is not None
+    return options._replace(diagonal=diagonal if used else None)
 
 
 def no_sums(options: Options, wanted: int) -> Gradients:

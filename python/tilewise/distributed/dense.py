@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._options import Options
-from .core import Local
+from .core import Local, diagonals, with_diagonal
 from .keys import AllCalls, Bounds, Call, calls_of, visible_pairs
 from .layout import Runs, lengths
 
@@ -15,20 +16,17 @@ from .layout import Runs, lengths
 class DenseCall(Local):
     """A call of some rows over the keys that they see."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, call: Call, diagonal: Tensor | None) -> None:
+        self._call, self._diagonal = call, diagonal
 
     def options(self, options: Options) -> Options:
-        """The options with the window of the call and its part of the bias."""
+        """The options with the place of the call and its part of the bias."""
         (first, last), span, bias = self._call.rows, self._call.span, options.bias
-        left, right = span.window
         if bias is not None:
             bias = bias[:, :, first:last] if bias.shape[2] > 1 else bias
             bias = bias[..., span.begin : span.end]
-        return options._replace(
-            bias=bias,
-            window_left=-1 if left is None else left,
-            window_right=-1 if right is None else right,
+        return with_diagonal(options, self._diagonal)._replace(
+            bias=bias, row_offset=self._call.first, key_offset=span.begin
         )
 
 
@@ -38,6 +36,8 @@ class DenseCut(NamedTuple):
     row_runs: tuple[Runs, ...]  # of each rank
     key_runs: tuple[Runs, ...]
     window: Bounds
+    sequences: int
+    by_place: bool  # whether scores or dropout depend on the places of rows and keys
 
     @property
     def rows(self) -> list[int]:
@@ -64,9 +64,14 @@ class DenseCut(NamedTuple):
     def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         """The runs of keys and the calls of each rank."""
         size_q, size_k = sum(self.rows), sum(self.keys)
-        calls = tuple(calls_of(runs, size_q, size_k, self.window) for runs in self.row_runs)
+        calls = tuple(
+            calls_of(runs, size_q, size_k, self.window, self.by_place) for runs in self.row_runs
+        )
         return self.key_runs, calls
 
-    def local(self, rank: int, _device: torch.device) -> list[Local]:
+    def local(self, rank: int, device: torch.device) -> list[Local]:
         """The calls of a rank."""
-        return [DenseCall(call) for call in self.calls()[1][rank]]
+        return [
+            DenseCall(call, diagonals((call.span.diagonal,) * self.sequences, device))
+            for call in self.calls()[1][rank]
+        ]

@@ -1,8 +1,8 @@
 """The keys that the rows of each rank see, and the way of those keys and their gradients.
 
-Causal masks and windows are aligned bottom-right, so a run of consecutive rows is an ordinary call
-over the keys up to that of its last row. A rank has at most two runs per sequence. Every row sees
-all of its keys in one call, so no partial outputs are merged.
+A run of consecutive rows is one call over the keys that it sees, with a diagonal that says where
+those lie in the whole sequence. A rank has at most two runs per sequence. Every row sees all of its
+keys in one call, so no partial outputs are merged.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ Bounds: TypeAlias = tuple[int | None, int | None]  # a window
 
 
 class Span(NamedTuple):
-    """The keys that a run of rows may see, and the window that limits each row to its own keys."""
+    """The keys that a run of rows may see.
+
+    The diagonal is that of ``_request.Shard``: added to the alignment of the call over these keys,
+    it gives that of the whole sequence.
+    """
 
     begin: int
     end: int
-    window: Bounds
+    diagonal: int
 
 
 def span_of(run: Run, size_q: int, size_k: int, window: Bounds) -> Span:
     """The keys of a run of rows.
 
-    Row i of the whole sequence is aligned with key i + size_k - size_q. In a call over the keys
-    before `end`, the last row of the run is aligned with key end - 1, which is `shift` keys too
-    far, so the window moves back by as many.
+    Row i of the whole sequence is aligned with key i + size_k - size_q. A call over the keys before
+    `end` aligns the last row of the run with key end - 1 instead. With a causal mask that is the
+    same key, so the diagonal is 0 and the call is an ordinary one.
     """
     left, right = window
-    aligned = run[1] + size_k - size_q  # the end for which shift is 0
+    aligned = run[1] + size_k - size_q  # behind the key of the last row
     end = size_k if right is None else min(size_k, aligned + right)
     if end <= 0 or run[0] == run[1]:
-        return Span(0, 0, (None, None))
-    shift = end - aligned
+        return Span(0, 0, 0)
     begin = 0 if left is None else max(0, run[0] + size_k - size_q - left)
-    return Span(
-        min(begin, end),
-        end,
-        (None if left is None else left + shift, None if right is None else right - shift),
-    )
+    return Span(min(begin, end), end, aligned - end)
 
 
 def visible_pairs(run: Run, size_q: int, size_k: int, window: Bounds) -> int:
@@ -73,18 +72,23 @@ class Call(NamedTuple):
 
     rows: Run
     span: Span
+    first: int  # the first row, in the whole sequence
 
 
 @lru_cache(maxsize=1024)
-def calls_of(runs: Runs, size_q: int, size_k: int, window: Bounds) -> tuple[Call, ...]:
-    """The calls of a rank with these runs of rows: one per run, or one if no row has a mask."""
-    if window == (None, None):
-        return (Call((0, length(runs)), Span(0, size_k, window)),)
+def calls_of(
+    runs: Runs, size_q: int, size_k: int, window: Bounds, by_place: bool
+) -> tuple[Call, ...]:
+    """The calls of a rank with these runs of rows: one per run, or one if no row has a mask and
+    scores do not depend on the place of a row (`by_place`).
+    """
+    if window == (None, None) and not by_place:
+        return (Call((0, length(runs)), Span(0, size_k, 0), 0),)
     result, at = [], 0
     for begin, end in runs:
         rows = (at, at + end - begin)
         at = rows[1]
-        result.append(Call(rows, span_of((begin, end), size_q, size_k, window)))
+        result.append(Call(rows, span_of((begin, end), size_q, size_k, window), begin))
     return tuple(result)
 
 

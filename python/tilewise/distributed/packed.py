@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._options import Options
-from .core import Gradients, Local, Result
+from .core import Gradients, Local, Result, diagonals, with_diagonal
 from .keys import AllCalls, Bounds, Call, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
 
@@ -39,7 +39,7 @@ class ChunkCall(NamedTuple):
 
     rows: dict[int, list[Run]]  # of each sequence: runs of its rows
     keys: dict[int, Run]  # of each sequence: keys within it
-    window: Bounds
+    diagonals: dict[int, int]  # of each sequence, see ``keys.Span``
     chunks: Run  # of keys
 
 
@@ -51,6 +51,7 @@ class PackedCut(NamedTuple):
     layout: str
     world: int
     window: Bounds
+    by_place: bool  # as in ``DenseCut``
 
     @property
     def rows(self) -> list[int]:
@@ -93,7 +94,7 @@ class PackedCut(NamedTuple):
             for call in _chunk_calls(self, rank):
                 rows = sum(length(tuple(runs)) for runs in call.rows.values())
                 begin, end = starts[call.chunks[0]], starts[call.chunks[1]]
-                own.append(Call((at, at + rows), Span(begin, end, call.window)))
+                own.append(Call((at, at + rows), Span(begin, end, 0), 0))
                 at += rows
             calls.append(tuple(own))
         assert len(starts) == count + 1
@@ -186,27 +187,28 @@ def _pairs(cut: PackedCut) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
-    """The calls of a rank: one per chunk number and window, or one if no row has a mask."""
+    """The calls of a rank: one per chunk number, or one if no score depends on a place."""
     count = cut.world if cut.layout == "contiguous" else 2 * cut.world
     sizes = list(zip(_sizes(cut.starts_q), _sizes(cut.starts_k), strict=True))
     numbers = chunks_of(rank, cut.layout, cut.world)
-    calls: dict[Any, ChunkCall] = {}
+    calls: dict[int, ChunkCall] = {}
     for number in numbers:
         for sequence, (size_q, size_k) in enumerate(sizes):
             run = _chunk(size_q, number, count)
             if run[0] == run[1]:
                 continue
-            span, key = Span(0, size_k, cut.window), 0
-            if cut.window != (None, None):
+            span, key = Span(0, size_k, 0), 0
+            if cut.by_place or cut.window != (None, None):
                 span, key = span_of(run, size_q, size_k, cut.window), number
-            call = calls.setdefault((key, span.window), ChunkCall({}, {}, span.window, (count, 0)))
+            call = calls.setdefault(key, ChunkCall({}, {}, {}, (count, 0)))
             call.rows.setdefault(sequence, []).append(run)
+            call.diagonals[sequence] = span.diagonal
             chunks = call.chunks
             if span.begin < span.end:
                 first, last = _holding(size_k, count, span)
                 call.keys[sequence] = (first * size_k // count, span.end)
                 chunks = (min(chunks[0], first), max(chunks[1], last))
-            calls[key, span.window] = call._replace(chunks=chunks)
+            calls[key] = call._replace(chunks=chunks)
     return tuple(
         call if call.chunks[0] < call.chunks[1] else call._replace(chunks=(0, 0))
         for call in calls.values()
@@ -249,25 +251,20 @@ class PackedCall(Local):
 
     def __init__(
         self, rows: tuple[int, ...] | None, keys: tuple[int, ...], starts_q: Starts,
-        starts_k: Starts, window: Bounds | None, device: torch.device, all_keys: int | None = None,
+        starts_k: Starts, device: torch.device, diagonal: Tensor | None = None,
+        all_keys: int | None = None,
     ) -> None:  # fmt: skip
         self._rows = None if rows is None else Order(rows, len(rows), device)
         self._keys = Order(keys, len(keys) if all_keys is None else all_keys, device)
-        self._window = window
+        self._diagonal = diagonal
         self._cu_q, self._cu_k = (
             torch.tensor(x, dtype=torch.int32).to(device) for x in (starts_q, starts_k)
         )
         self._most = [max(_sizes(x), default=0) for x in (starts_q, starts_k)]
 
     def options(self, options: Options) -> Options:
-        """The options with the sequences and the window of the call."""
-        if self._window is not None:
-            left, right = self._window
-            options = options._replace(
-                window_left=-1 if left is None else left,
-                window_right=-1 if right is None else right,
-            )
-        return options._replace(
+        """The options with the sequences of the call and their places."""
+        return with_diagonal(options, self._diagonal)._replace(
             cu_seqlens_q=self._cu_q, cu_seqlens_k=self._cu_k,
             max_seqlen_q=self._most[0], max_seqlen_k=self._most[1],
         )  # fmt: skip
@@ -309,7 +306,7 @@ class PackedCall(Local):
 @lru_cache(maxsize=32)
 def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
     q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
-    return PackedCall(q, k, cut.starts_q, cut.starts_k, None, device)
+    return PackedCall(q, k, cut.starts_q, cut.starts_k, device)
 
 
 @lru_cache(maxsize=32)
@@ -341,7 +338,10 @@ def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
         begin, end = call.keys.get(sequence, (0, 0))
         index += list(_keys_between(begin, end, size, count, sequence, begins))
         cu_k.append(cu_k[-1] + end - begin)
-    return PackedCall(None, tuple(index), tuple(cu_q), tuple(cu_k), call.window, device, at)
+    moved = tuple(call.diagonals.get(sequence, 0) for sequence in range(len(sizes)))
+    return PackedCall(
+        None, tuple(index), tuple(cu_q), tuple(cu_k), device, diagonals(moved, device), at
+    )
 
 
 def _keys_between(

@@ -153,9 +153,10 @@ def prepare(
         check_method(method, grid)
         if ranks.world > 1:
             _refuse(k, request)
+        _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
-            q, k, v, tensor_layout, request._replace(bias=None)
+            q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0)
         )
         rows, heads = tensors[0].shape[1:3]
         if bias is not None:
@@ -186,7 +187,7 @@ def prepare(
             scale=_reduced(request.scale, ranks, "scale"),
         )
         bias = bias if has_rows else _reduced(bias, ranks, "bias")
-    cut = DenseCut(tuple(rows), tuple(keys), request.window)
+    cut = DenseCut(tuple(rows), tuple(keys), request.window, q.shape[0], _by_place(request))
     return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0], grid)
 
 
@@ -212,11 +213,12 @@ def prepare_varlen(
                 f"cu_seqlens_k has {len(starts[1])} entries, but must have {len(starts[0])} like "
                 "cu_seqlens_q"
             )
-        cut = PackedCut(*starts, layout, ranks.world, window)
+        _check.dropout(request.dropout_p)
+        cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request))
         tensors = _torch._autocast(q, k, v, None)[:3]
         _torch.check_tensors(*tensors)
         _check.varlen(*tensors, False)
-        _torch.score_options(tensors[0], len(starts[0]) - 1, request)
+        _torch.score_options(tensors[0], len(starts[0]) - 1, request._replace(dropout_p=0.0))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
             if x.shape[0] != counts[ranks.rank]:
                 raise ValueError(
@@ -252,17 +254,16 @@ def _short(starts: Starts) -> str:
     return f"{len(starts)} entries up to {starts[-1]} with hash {digest}"
 
 
+def _by_place(request: Request) -> bool:
+    return request.alibi_slopes is not None or request.dropout_p > 0.0
+
+
 def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
     return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
 
 
 def _refuse(k: Any, request: Request) -> None:
     """Refuses the options that no method computes over several ranks."""
-    if _check.dropout(request.dropout_p) > 0.0:
-        raise ValueError(
-            f"dropout_p is {request.dropout_p}, but must be 0 over several ranks: no method can "
-            "number its bits by the rows, keys and heads of the whole sequence yet"
-        )
     for name in ("k_descale", "v_descale"):
         if getattr(request, name) is not None:
             raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
@@ -298,7 +299,7 @@ def _same(
     scale = request.scale
     same["scale"] = "a tensor" if isinstance(scale, Tensor) else repr(scale)
     same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
-    for name in ("softcap", "return_lse", "deterministic", "tf32", "batch_invariant"):
+    for name in ("softcap", "dropout_p", "return_lse", "deterministic", "tf32", "batch_invariant"):
         same[name] = str(getattr(request, name))
     return same
 
