@@ -166,6 +166,20 @@ sweep-models: $(VENV)/.ready-models ## compares every model class of Transformer
 	@$(say) "model classes: a sweep that was interrupted goes on; SWEEP_FLAGS=--fresh starts anew"
 	@cd tools && $(abspath $(python)) -m sweep_models --processes $(JOBS) $(SWEEP_FLAGS)
 
+# The packages have an environment of their own, which sees that of the other targets.
+integrations := build/integrations
+$(integrations)/.ready: tools/requirements-integrations.txt | $(VENV)/.installed
+	@$(say) "environment: $(integrations)"
+	@PYTHON=$(abspath $(python)) tools/setup.sh venv $(integrations)
+	@$(integrations)/bin/pip install --quiet -r $<
+	@touch $@
+
+.PHONY: test-integrations
+test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise (2 minutes)
+	@$(say) "integrations"
+	@OMP_NUM_THREADS=1 TILEWISE_TEST_INTEGRATIONS=1 $(integrations)/bin/python -m pytest -q -p xdist -p hypothesispytest \
+	  tests/python/test_compat_xformers.py
+
 # For a bare CUDA machine: this target creates no environment, fetches and installs nothing.
 GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check
