@@ -333,7 +333,10 @@ def refused(group, kind):
     rank = torch.distributed.get_rank(group)
     q, k, v = own(group, tensors())
     options: dict = {"causal": True}
-    if kind == "descale":
+    if kind == "dtensor":
+        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+        q = torch.distributed.tensor.distribute_tensor(q.detach(), mesh)
+    elif kind == "descale":
         options["k_descale"] = torch.ones(1, 1)
     elif kind == "bias keys":
         options["bias"] = torch.zeros(12, 12)
@@ -379,6 +382,7 @@ def refused(group, kind):
 
 REFUSALS = {
     "dropout": "dropout_p is 0.1 on rank 1, but 0.0 on rank 0",
+    "dtensor": "q is a DTensor, but must be a tensor of this rank's rows: pass q.to_local()",
     "descale": "k_descale is given, but no method takes float8 keys over several ranks",
     "bias keys": "bias has 12 keys, but must have 1 or the 24 keys of the whole sequence",
     "causal": "window with causal is (-1, -1) on rank 1, but (-1, 0) on rank 0",

@@ -152,7 +152,7 @@ def prepare(
         check_layout(layout)
         check_method(method, grid)
         if ranks.world > 1:
-            _refuse(k, request)
+            _refuse(q, k, v, request)
         _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
@@ -204,7 +204,7 @@ def prepare_varlen(
     def describe() -> Call:
         check_layout(layout)
         check_method(method)
-        _refuse(k, request)
+        _refuse(q, k, v, request)
         if request.bias is not None:
             raise ValueError("bias is given, but attention_varlen over several ranks takes none")
         starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
@@ -262,8 +262,14 @@ def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
     return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
 
 
-def _refuse(k: Any, request: Request) -> None:
-    """Refuses the options that no method computes over several ranks."""
+def _refuse(q: Any, k: Any, v: Any, request: Request) -> None:
+    """Refuses what no method computes over several ranks."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
+                f"{name}.to_local()"
+            )
     for name in ("k_descale", "v_descale"):
         if getattr(request, name) is not None:
             raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
