@@ -19,6 +19,11 @@ set(tilewise_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
   list(APPEND tilewise_isas avx2 avx512 avx512_bf16 amx)
 endif()
+set(TILEWISE_CPU_ISAS "" CACHE STRING "Only these CPU instruction sets (empty: all)")
+if(TILEWISE_CPU_ISAS)
+  string(REPLACE ";" "|" wanted "${TILEWISE_CPU_ISAS}")
+  list(FILTER tilewise_isas INCLUDE REGEX "^(${wanted})$")
+endif()
 
 # Multiplications and additions may contract into FMA (ISO mode forbids it by default), and since no
 # code reads floating-point exceptions, selects may become masks. There is no -ffast-math: NaN and

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Tests a build on this machine's GPU and writes one result file.
 
-  tools/gpu_check.py                          every stage
+  tools/gpu_check.py                          every stage; forced tile tables keep the tests
+                                              that passed on the same code of their family
+  tools/gpu_check.py --everything             every stage, and all tests again
   tools/gpu_check.py --stages build,tests     some of them
   tools/gpu_check.py --stages tests --resume  only the tests that have not passed yet
   tools/gpu_check.py --stages models --wheels DIR   installs packages that the machine lacks
@@ -29,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_check import provenance
 from gpu_check.processes import ROOT, say
 from gpu_check.sanitizer import in_words
-from gpu_check.setup import Setup
-from gpu_check.stages import STAGES
+from gpu_check.setup import FORCED_FAMILY, Setup
+from gpu_check.stages import STAGES, is_green
 
 NO_GPU = {"name": "no GPU", "compute_capability": "0.0", "driver": "none", "memory": "none"}
 
@@ -82,23 +84,42 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fresh(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
-    """The result to continue: the existing one if its sources and GPU are the same."""
+def read(path: Path, gpu: dict[str, str]) -> dict[str, Any]:
+    """The existing result if it is of this GPU, else an empty one."""
+    try:
+        before = json.loads(path.read_text())
+        return before if before["gpu"]["name"] == gpu["name"] else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def unchanged_tables(before: dict[str, Any]) -> dict[str, Any]:
+    """Test results of forced tile tables whose family has the same code now, each with its date."""
+    code = before.get("families", {}).get(FORCED_FAMILY)
+    if code is None or code != provenance.family_hashes()[FORCED_FAMILY]:
+        return {}
+    tests = before.get("stages", {}).get("tests", {})
+    return {
+        name: {"date": before["date"], **found}
+        for name, found in tests.items()
+        if name.startswith("forced-") and is_green(found)
+    }
+
+
+def fresh(before: dict[str, Any], gpu: dict[str, str]) -> dict[str, Any]:
+    """The result to continue: the existing one if its sources are the same."""
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
         "versions": provenance.versions(),
         "sources": provenance.source_hash(),
         "kernels": provenance.kernels_hash(),
+        "families": provenance.family_hashes(),
         "passed": False,
         "stages": {},
     }
-    try:
-        before = json.loads(path.read_text())
-        if before["sources"] == result["sources"] and before["gpu"]["name"] == gpu["name"]:
-            result["stages"] = before["stages"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    if before.get("sources") == result["sources"]:
+        result["stages"] = before["stages"]
     return result
 
 
@@ -109,7 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="only check the committed results")
     parser.add_argument("--result", type=Path, help="default: docs/results/gpu-<name>.json")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu-check")
-    parser.add_argument("--budget", type=float, default=480, help="seconds for all stages")
+    parser.add_argument("--budget", type=float, default=1200, help="seconds for all stages")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--arch", help="compute capability to build for, 90; default: this GPU's")
     parser.add_argument("--cmake", action="append", default=[], help="option for the build")
@@ -118,6 +139,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true",
                         help="keep tests that passed on the same kernel sources")  # fmt: skip
+    parser.add_argument("--everything", action="store_true",
+                        help="run the tests of unchanged families again")  # fmt: skip
     parser.add_argument("--wheels", type=Path, help="folder of packages for the models stage")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu tests the models stage itself")  # fmt: skip
@@ -152,7 +175,10 @@ def main() -> int:
                   memory=int(memory[0]) if memory else 0)  # fmt: skip
     setup.build.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    result = fresh(path, gpu)
+    before = read(path, gpu)
+    result = fresh(before, gpu)
+    if not given.everything:
+        setup.unchanged = unchanged_tables(before)
     if given.resume:
         setup.earlier = result["stages"]
     say(f"{gpu['name']} (sm_{architecture}), driver {gpu['driver']}, sources {result['sources']}")

@@ -291,6 +291,24 @@ def test_code_hash_ignores_comments_and_layout(tmp_path):
     assert hash_of('int a = 1;\nasm("add; // y");\n') != before
 
 
+def test_hash_of_a_family_follows_its_own_and_shared_code(tmp_path):
+    from gpu_check.provenance import family_hashes
+
+    def hashes_with(path: str) -> dict[str, str]:
+        file = tmp_path / "src" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("int changed;")
+        return family_hashes(tmp_path)
+
+    hashes_with("cuda/simt/family.cpp")
+    before = hashes_with("cuda/wgmma/family.cpp")
+    assert list(before) == ["simt", "wgmma"]
+    own = hashes_with("cuda/wgmma/forward.h")
+    assert own["simt"] == before["simt"] and own["wgmma"] != before["wgmma"]
+    shared = hashes_with("attention/band.h")
+    assert shared["simt"] != own["simt"] and shared["wgmma"] != own["wgmma"]
+
+
 def test_hash_of_the_kernels_ignores_names_and_follows_machine_code(tmp_path):
     def hashed(kernels):
         path = tmp_path / "ledger.txt"

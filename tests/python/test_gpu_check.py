@@ -141,6 +141,14 @@ def test_resumed_run_repeats_failures_and_adds_up(tmp_path, started):
     assert report["passed"]
 
 
+def test_tables_of_an_unchanged_family_keep_their_tests(tmp_path, started):
+    kept = {"date": "2026-01-02", **table(4)}
+    report = stages.tests(Setup(tmp_path, 4, "80", unchanged={"forced-80": kept}), 10)
+    assert set(started["arguments"]) == {"native", "forced-75", "forced-86"}
+    assert report["forced-80"] == kept
+    assert report["passed"]
+
+
 def test_repeated_failure_is_a_failure(tmp_path, started):
     started["fail"] = {"a::x"}
     earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3)}
@@ -330,6 +338,20 @@ def main():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_unchanged_tables_are_green_and_of_the_same_code(main):
+    code = provenance.family_hashes()["mma_sync"]
+    tests = {
+        "passed": True,
+        "native": table(9),
+        "forced-80": table(4),
+        "forced-75": table(3, ("x",)),
+    }
+    before = {"date": "2026-01-02", "families": {"mma_sync": code}, "stages": {"tests": tests}}
+    assert main.unchanged_tables(before) == {"forced-80": {"date": "2026-01-02", **table(4)}}
+    assert main.unchanged_tables(before | {"families": {"mma_sync": "another"}}) == {}
+    assert main.unchanged_tables({}) == {}
 
 
 def test_text_of_a_result(main):

@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,27 @@ RESULTS = ROOT / "docs" / "results"
 LAYOUT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|\s+', re.DOTALL)
 
 
-def source_hash(root: Path = ROOT) -> str:
-    """Hash of the names and code of all kernel sources; comments and layout do not count."""
+def source_hash(root: Path = ROOT, without: Iterable[Path] = ()) -> str:
+    """Hash of the names and code of the kernel sources, except those in the folders `without`;
+    comments and layout do not count.
+    """
     digest = hashlib.sha256()
     for folder in KERNEL_SOURCES:
         for path in sorted((root / folder).rglob("*")):
-            if path.is_file() and not path.name.startswith("."):
+            left_out = any(path.is_relative_to(each) for each in without)
+            if path.is_file() and not path.name.startswith(".") and not left_out:
                 digest.update(path.relative_to(root).as_posix().encode() + b"\0")
                 digest.update(LAYOUT.sub(rb"\1", path.read_bytes()) + b"\0")
     return digest.hexdigest()[:16]
+
+
+def family_hashes(root: Path = ROOT) -> dict[str, str]:
+    """The hash of each CUDA family: of all kernel sources but those of the other families."""
+    folders = {path.parent.name: path.parent for path in root.glob("src/cuda/*/family.cpp")}
+    return {
+        name: source_hash(root, [folder for other, folder in folders.items() if other != name])
+        for name in sorted(folders)
+    }
 
 
 def _first_line(*command: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from .processes import PYTHON, ROOT, TIMED_OUT, Ended, python_environment, say
 
 Report = dict[str, Any]
-# Values of TILEWISE_FORCE_ARCH: tile tables of mma_sync, which every build has as PTX.
+# Values of TILEWISE_FORCE_ARCH: tile tables of this family, which every build has as PTX.
+FORCED_FAMILY = "mma_sync"
 FORCED = ("80", "75")
 # Tile tables of GPUs that are not available, and the lowest compute capability with all
 # instructions that they need: the build compiles them as machine code for this GPU.
@@ -29,6 +30,8 @@ class Setup:
     cmake: list[str] = field(default_factory=list)
     pytest: list[str] = field(default_factory=list)
     earlier: Report = field(default_factory=dict)  # stages to resume
+    # Tests of forced tile tables that passed on the same code of their family, and are kept.
+    unchanged: Report = field(default_factory=dict)
     wheels: Path | None = None  # packages of the models stage that this machine lacks
     device: str = "cuda"  # device of the tests
     memory: int = 0  # MiB of the GPU; 0: unknown

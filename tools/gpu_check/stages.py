@@ -166,7 +166,7 @@ def shared_out(setup: Setup) -> tuple[int, int]:
 def tests(setup: Setup, limit: float) -> Report:
     """The test suite on the GPU, and the tests that call kernels directly again per forced tile
     table. A resumed run keeps what passed: of a tile table whose tests all ran, only the failed
-    ones run again.
+    ones run again. A table whose family has not changed since its tests passed keeps that result.
     """
     shares = []
     setup.launch_list.mkdir(parents=True, exist_ok=True)
@@ -174,10 +174,14 @@ def tests(setup: Setup, limit: float) -> Report:
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in TESTS_WITHOUT_GPU)]
     processes, of_forced = shared_out(setup)
     earlier = setup.earlier.get("tests", {})
-    report: Report = {label(a): earlier.get(label(a), {}) for a in setup.architectures}
+    report: Report = {
+        label(a): earlier.get(label(a)) or setup.unchanged.get(label(a), {})
+        for a in setup.architectures
+    }
     for name in report:
         if is_green(report[name]):
-            say(f"  {name}: {report[name]['passed']} passed before, not run again")
+            when = f" on {report[name]['date']}" if "date" in report[name] else ""
+            say(f"  {name}: {report[name]['passed']} passed before{when}, not run again")
             continue
         of, arguments = processes, ["-m", "not models", *everything]
         if name != "native":
