@@ -146,8 +146,8 @@ def method(options: argparse.Namespace) -> str:
 
 def kernel(case: gpu_cases.Case, x: gpu_contestants.Inputs) -> dict[str, Any]:
     """The planner's choice for this point."""
-    told = tilewise.explain(x.q, x.k, x.v, causal=case.causal)
-    plan = told.forward if case.direction == "fwd" else told.backward
+    explanation = tilewise.explain(x.q, x.k, x.v, causal=case.causal)
+    plan = explanation.forward if case.direction == "fwd" else explanation.backward
     if isinstance(plan, str):
         return {"refused": plan}
     return {"name": plan.kernel, "tile": [plan.tile_q, plan.tile_k], "splits": plan.splits}
@@ -204,8 +204,8 @@ def graph_latency(clock: gpu_timing.Clock, options: argparse.Namespace) -> list[
             except RuntimeError as error:  # this contestant cannot be captured
                 left_out[name] = str(error).strip().splitlines()[0]
         times = clock.interleave(calls, options.rounds)
-        each = {n: 1e3 * t.median / (LAUNCHES if clock.cuda else 1) for n, t in times.items()}
-        rows.append({"name": f"B1 H16 {case.name}", "microseconds": each, "left_out": left_out})
+        times_us = {n: 1e3 * t.median / (LAUNCHES if clock.cuda else 1) for n, t in times.items()}
+        rows.append({"name": f"B1 H16 {case.name}", "microseconds": times_us, "left_out": left_out})
     return rows
 
 

@@ -128,8 +128,8 @@ function(tilewise_code_of table result)
   endif()
   set(code "")
   foreach(sm IN LISTS cuda_wanted)
-    tilewise_table_of(${sm} own)
-    if(table STREQUAL "any" OR table STREQUAL own OR table IN_LIST TILEWISE_CUDA_FORCED_TABLES)
+    tilewise_table_of(${sm} table_of_sm)
+    if(table STREQUAL "any" OR table STREQUAL table_of_sm OR table IN_LIST TILEWISE_CUDA_FORCED_TABLES)
       list(APPEND code ${sm}-real)
     elseif(table STREQUAL "Sm${sm}a")
       list(APPEND code ${sm}a-real)
@@ -166,13 +166,13 @@ macro(tilewise_read_instances)
   configure_file("${PROJECT_SOURCE_DIR}/tools/kernel_instances.cpp.in" "${program}" @ONLY)
   set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
                ${cuda_lists} "${PROJECT_SOURCE_DIR}/src/cuda/kernel_instance.h")
-  unset(cuda_units_ran CACHE)
-  unset(cuda_units_compiled CACHE)
-  try_run(cuda_units_ran cuda_units_compiled "${PROJECT_BINARY_DIR}/kernel_instances" "${program}"
+  unset(cuda_lister_status CACHE)
+  unset(cuda_lister_compiled CACHE)
+  try_run(cuda_lister_status cuda_lister_compiled "${PROJECT_BINARY_DIR}/kernel_instances" "${program}"
           CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/include"
           CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
           COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE output)
-  if(NOT cuda_units_compiled OR NOT cuda_units_ran EQUAL 0)
+  if(NOT cuda_lister_compiled OR NOT cuda_lister_status EQUAL 0)
     message(FATAL_ERROR "${program}: ${errors}${output}")
   endif()
   string(REGEX MATCHALL "[^\n]+" lines "${output}")
@@ -310,7 +310,8 @@ function(tilewise_add_cuda target)
         string(APPEND TILEWISE_INSTANCE_POINTERS "    &${TILEWISE_INSTANCE},\n")
       endif()
     endforeach()
-    # The kernels that every family needs, in a generated file, which has the extension of CUDA.
+    # The kernels that every family needs. A generated file includes them, because its extension
+    # (.cu or .cpp) selects the compiler.
     file(CONFIGURE OUTPUT "${build_dir}/common.${extension}"
          CONTENT "#include \"cuda/common/kernels.cu\"\n" @ONLY)
     list(APPEND sources_any "${build_dir}/common.${extension}")

@@ -1,4 +1,4 @@
-"""A hash of the compiled kernels, by which a measurement is known to be of today's machine code.
+"""A hash of the compiled kernels, which tells whether a measurement is of the present machine code.
 
 It covers what docs/results/cuda-ledger.txt says of every kernel (GPU, registers, stack, shared
 memory, code bytes) and no name, so a rename makes no measurement stale.

@@ -1,6 +1,6 @@
 // The operators tilewise::_plain_forward and _plain_backward: dense attention with only a scale and
-// a band. Eager code calls them because they are cheaper to dispatch than the general
-// operators: a third of the arguments, tensors in the caller's layout, no intermediate views.
+// a band. Eager code calls them because they are cheaper to dispatch than the general operators: a
+// third of the arguments, tensors in the caller's layout, no intermediate views.
 #include <cmath>
 
 #include "attention.h"
@@ -55,8 +55,7 @@ Problem describe_plain(const Tensor& q, const Tensor& k, const Tensor& v,
   expect_like_q(v, "v", problem);
   const Shape rows = shape_of(q, "q", options);
   const Shape keys = shape_of(k, "k", options);
-  if (keys.batch != rows.batch || keys.columns != rows.columns)
-    invalid("k differs from q in batch or head dimension");
+  expect_shape(k, "k", {rows.batch, any_size, any_size, rows.columns});
   expect_shape(v, "v", {k.size(0), k.size(1), k.size(2), any_size});
   a.batch = rows.batch;
   a.seqlen_q = rows.rows;
@@ -90,10 +89,9 @@ void set_plain_result(Problem& problem, const Tensor& out, const Tensor& lse,
                       const PlainOptions& options) {
   tilewise_attention& a = problem.attention;
   expect_like_q(out, "out", problem);
-  const Shape shape = shape_of(out, "out", options);
-  if (shape.batch != a.batch || shape.rows != a.seqlen_q || shape.heads != a.heads_q ||
-      shape.columns != a.head_dim_v)
-    invalid("out does not have the shape of the forward's result");
+  const int64_t second = options.heads_first ? a.heads_q : a.seqlen_q;
+  const int64_t third = options.heads_first ? a.seqlen_q : a.heads_q;
+  expect_shape(out, "out", {a.batch, second, third, a.head_dim_v});
   a.out = view_in_layout(out, "out", options);
   set_lse(problem, lse);
 }

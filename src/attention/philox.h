@@ -37,11 +37,12 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 //  kept    when number >= threshold = round(p * 65536)
 //
 // All 16 keys are compared at once, bit by bit, at the cost of 8 random bits per key, and p is
-// still resolved to 1.5e-5. The lower byte of a number is the upper byte of the key 8 further on;
-// it decides only once in 256 times, so the two are correlated by less than 1/80 (below p = 1/256
-// by 1 / (65536 p); docs/decisions/018). `batch` is the index of the sequence, `row` and `key` are
-// counted within it, `head` is the query head and `heads` their number. All of them are those of
-// the whole problem: a shard of it (`from`) gives its own rows and keys to the functions below.
+// still resolved to 1.5e-5. The lower byte of the number of key j is the upper byte of that of key
+// j XOR 8; it decides only once in 256 times, so the decisions for these two keys are correlated by
+// less than 1/80 (below p = 1/256 by 1 / (65536 p); docs/decisions/018). `batch` is the index of
+// the sequence, `row` and `key` are counted within it, `head` is the query head and `heads` their
+// number. All of them are those of the whole problem: a shard of it (`from`) gives its own rows and
+// keys to the functions below.
 struct Dropout {
   uint32_t threshold = 0;   // 0: off
   float keep_scale = 1.0f;  // 1 / (1 - p)

@@ -7,6 +7,7 @@
 #include "capi/views.h"
 #include "cpu/append.h"
 #include "cuda/backend.h"
+#include "cuda/index_errors.h"
 
 namespace tilewise::capi {
 namespace {
@@ -215,9 +216,10 @@ void check_entries(const Append& a) {
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t before = a.cache_seqlens != nullptr ? a.cache_seqlens[b] : 0;
     const int64_t rows = appends(a) ? rows_of(a.cu_seqlens_new, a.seqlen_new, b) : 0;
-    require(before >= 0 && before + rows <= capacity(a), "cache_seqlens[", b, "] is ", before,
-            ": with ", rows, " new keys, 0 to ", capacity(a) - rows, " is allowed in a cache for ",
-            capacity(a), " keys");
+    if (before < 0 || before + rows > capacity(a)) {
+      refuse(TILEWISE_INVALID_ARGUMENT, "cache_seqlens[", b, "] is ", before, ": ",
+             cuda::cache_length_rule(rows, capacity(a)));
+    }
     if (a.leftpad_k != nullptr) {
       require(a.leftpad_k[b] >= 0 && a.leftpad_k[b] <= before, "leftpad_k[", b, "] is ",
               a.leftpad_k[b], ": it must be 0 to cache_seqlens[", b, "], which is ", before);

@@ -5,15 +5,17 @@
 #include "attention/problem.h"
 #include "capi/refusal.h"
 #include "capi/validate.h"
+#include "cuda/index_errors.h"
 
 namespace tilewise::capi {
 namespace {
 
-template <class... Parts>
+// Checks an entry that is at most `highest`, the number of rows or keys (`noun`) of its sequence.
 void check_entry(const char* name, int64_t index, int64_t value, int64_t highest,
-                 const Parts&... what) {
-  require(value >= 0 && value <= highest, name, "[", index, "] is ", value, ": it must be 0 to ",
-          highest, ", ", what...);
+                 const char* noun) {
+  if (value >= 0 && value <= highest) return;
+  refuse(TILEWISE_INVALID_ARGUMENT, name, "[", index, "] is ", value, ": ",
+         cuda::range_rule(highest, noun));
 }
 
 // Rows that k and v hold for sequence b.
@@ -39,7 +41,7 @@ void check_query_entries(const Problem& p) {
   for (int64_t b = 0; b < sequences; ++b) {
     const int64_t rows = query_rows(p, b).size();
     if (p.seqused_q != nullptr) {
-      check_entry("seqused_q", b, p.seqused_q[b], rows, "the rows of that sequence");
+      check_entry("seqused_q", b, p.seqused_q[b], rows, "rows");
     }
     const int64_t used = p.seqused_q != nullptr ? p.seqused_q[b] : rows;
     require(p.max_seqlen_q == 0 || used <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
@@ -61,10 +63,10 @@ void check_key_entries(const Problem& p) {
   for (int64_t b = 0; b < sequences; ++b) {
     const int64_t capacity = capacity_of(p, b);
     if (p.seqused_k != nullptr) {
-      check_entry("seqused_k", b, p.seqused_k[b], capacity, "the keys of that sequence");
+      check_entry("seqused_k", b, p.seqused_k[b], capacity, "keys");
     }
     if (p.leftpad_k != nullptr) {
-      check_entry("leftpad_k", b, p.leftpad_k[b], capacity, "the keys of that sequence");
+      check_entry("leftpad_k", b, p.leftpad_k[b], capacity, "keys");
     }
     const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
     const int64_t keys = max(int64_t{0}, used_keys(p, b) - padding);

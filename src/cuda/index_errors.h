@@ -10,6 +10,14 @@ namespace tilewise::cuda {
 // One sentence that names the array, the entry, its value and the allowed range.
 std::string sentence(const IndexFault& fault);
 
+// The end of that sentence for an entry that must lie between 0 and `highest`, the number of rows
+// or keys (`noun`) of its sequence.
+std::string range_rule(int64_t highest, const char* noun);
+
+// The same for an entry of cache_seqlens: `rows` new keys must fit behind it into a cache for
+// `capacity` keys.
+std::string cache_length_rule(int64_t rows, int64_t capacity);
+
 // Device address of a GPU's fault record, which kernels write. The library owns it until the
 // process ends.
 IndexRecord* index_record(int32_t device_index);

@@ -59,9 +59,7 @@ std::string sentence_of_append(const IndexFault& r) {
     case Fault::cu_seqlens_new_last:
       return exceeds("cu_seqlens_new", r, "seqlen_new");
     case Fault::cache_seqlens:
-      return "cache_seqlens" + index + ": with " + std::to_string(r.second) + " new keys, 0 to " +
-             std::to_string(r.allowed - r.second) + " is allowed in a cache for " + allowed +
-             " keys";
+      return "cache_seqlens" + index + ": " + cache_length_rule(r.second, r.allowed);
     case Fault::leftpad_of_cache:
       return "leftpad_k" + index + ": it must be 0 to cache_seqlens[" + std::to_string(r.index) +
              "], which is " + allowed;
@@ -79,14 +77,27 @@ std::string sentence_of_append(const IndexFault& r) {
 
 }  // namespace
 
+std::string range_rule(int64_t highest, const char* noun) {
+  if (highest == 0) return std::string("it must be 0, because that sequence has no ") + noun;
+  return "it must be 0 to " + std::to_string(highest) + ", the " + noun + " of that sequence";
+}
+
+std::string cache_length_rule(int64_t rows, int64_t capacity) {
+  const std::string keys = std::to_string(rows) + " new keys";
+  const std::string cache = "a cache for " + std::to_string(capacity) + " keys";
+  if (rows > capacity) return "no value is valid, because " + keys + " do not fit into " + cache;
+  if (rows == capacity) return "with " + keys + " it must be 0 in " + cache;
+  return "with " + keys + ", 0 to " + std::to_string(capacity - rows) + " is allowed in " + cache;
+}
+
 // The same sentences as in capi/validate_entries.cpp.
 std::string sentence(const IndexFault& r) {
   const std::string index = entry(r);
   const std::string allowed = std::to_string(r.allowed);
   const std::string sequence =
       ": sequence " + std::to_string(r.index) + " has " + std::to_string(r.value);
-  const auto up_to = [&](const char* name, const char* what) {
-    return name + index + ": it must be 0 to " + allowed + ", " + what;
+  const auto up_to = [&](const char* name, const char* noun) {
+    return name + index + ": " + range_rule(r.allowed, noun);
   };
   const auto bound = [&](const char* name, const char* what) {
     return name + (" is " + allowed) + sequence + what +
@@ -107,7 +118,7 @@ std::string sentence(const IndexFault& r) {
     case Fault::cu_seqlens_q_last:
       return exceeds("cu_seqlens_q", r, "seqlen_q");
     case Fault::seqused_q:
-      return up_to("seqused_q", "the rows of that sequence");
+      return up_to("seqused_q", "rows");
     case Fault::max_seqlen_q:
       return bound("max_seqlen_q", " rows");
     case Fault::kv_batch_idx:
@@ -124,9 +135,9 @@ std::string sentence(const IndexFault& r) {
     case Fault::cu_seqlens_k_last_paged:
       return exceeds("cu_seqlens_k", r, "batch * block_table_width * page_size");
     case Fault::seqused_k:
-      return up_to("seqused_k", "the keys of that sequence");
+      return up_to("seqused_k", "keys");
     case Fault::leftpad_k:
-      return up_to("leftpad_k", "the keys of that sequence");
+      return up_to("leftpad_k", "keys");
     case Fault::cu_seqlens_k_paged:
       return "cu_seqlens_k says that" + sequence.substr(1) +
              " keys: it can have at most block_table_width * page_size, which is " + allowed;

@@ -137,6 +137,11 @@ const Bad kBad[] = {
      "cache_seqlens[1] is -1: with 3 new keys, 0 to 5 is allowed in a cache for 8 keys"},
     {"cache_seqlens_full", [](AppendCall& c) { c.seqlens[0] = 6; },
      "cache_seqlens[0] is 6: with 3 new keys, 0 to 5 is allowed in a cache for 8 keys"},
+    {"cache_as_long_as_the_new_keys", [](AppendCall& c) { c.a.seqlen_k = 3; },
+     "cache_seqlens[0] is 2: with 3 new keys it must be 0 in a cache for 3 keys"},
+    {"cache_too_small", [](AppendCall& c) { c.a.seqlen_k = 2; },
+     "cache_seqlens[0] is 2: no value is valid, because 3 new keys do not fit into a cache for 2 "
+     "keys"},
     {"cu_seqlens_q",
      [](AppendCall& c) {
        c.a.cu_seqlens_q = c.cu_q.data();

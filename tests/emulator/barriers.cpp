@@ -31,10 +31,10 @@ void MemoryBarriers::start(SharedMemory& shared, int rank) {
 }
 
 MemoryBarriers::Barrier& MemoryBarriers::find(uint32_t address, const char* what) {
-  Block& block_ = block();
+  Block& current = block();
   for (Barrier& b : barriers_) {
     if (b.address != address) continue;
-    if (!ordered(block_.moment_at(rank_), b.initialiser, b.initialised)) {
+    if (!ordered(current.moment_at(rank_), b.initialiser, b.initialised)) {
       fault(
           text("race: %s of the mbarrier at byte %u of shared memory, which thread %d "
                "initialised with no sync_block between",
@@ -47,8 +47,8 @@ MemoryBarriers::Barrier& MemoryBarriers::find(uint32_t address, const char* what
 }
 
 void MemoryBarriers::init(uint32_t address, int arrivals) {
-  Block& block_ = block();
-  block_.clocks().activate();
+  Block& current = block();
+  current.clocks().activate();
   if (arrivals < 1 || arrivals > kMaxArrivals) {
     fault(text("mbarrier_init with %d arrivals: it must be 1 to %d", arrivals, kMaxArrivals));
   }
@@ -58,13 +58,13 @@ void MemoryBarriers::init(uint32_t address, int arrivals) {
                  offset_of(address)));
     }
   }
-  shared_->claim_barrier(address, block_.moment_at(rank_));
+  shared_->claim_barrier(address, current.moment_at(rank_));
   Barrier b;
   b.address = address;
   b.arrivals = b.pending = arrivals;
-  b.initialiser = block_.thread();
-  b.initialised = block_.moment_at(rank_).now;
-  b.arriving = b.complete = block_.clocks().nothing();
+  b.initialiser = current.thread();
+  b.initialised = current.moment_at(rank_).now;
+  b.arriving = b.complete = current.clocks().nothing();
   barriers_.push_back(std::move(b));
 }
 
@@ -95,10 +95,10 @@ void MemoryBarriers::arrive(uint32_t address, int64_t bytes) {
 }
 
 void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
-  Block& block_ = block();
+  Block& current = block();
   Barrier& b = find(address, "an asynchronous copy");
-  const uint32_t fence = block_.clocks().fence_after(b.initialiser, b.initialised);
-  if (fence == 0 || !ordered(block_.moment_at(rank_), b.initialiser, fence)) {
+  const uint32_t fence = current.clocks().fence_after(b.initialiser, b.initialised);
+  if (fence == 0 || !ordered(current.moment_at(rank_), b.initialiser, fence)) {
     fault(
         text("%s: an asynchronous copy signals it with no fence_mbarrier_init by thread %d, "
              "which initialised it, and no sync_block after that",
@@ -115,12 +115,12 @@ void MemoryBarriers::arrive_after(uint32_t address, std::vector<AsyncWrite> writ
 }
 
 void MemoryBarriers::add_write(Barrier& b, AsyncWrite write) {
-  Block& block_ = block();
+  Block& current = block();
   b.in_flight += write.bytes;
   check_bytes(b);
-  if (b.writes.empty()) b.first_write = block_.tick();
+  if (b.writes.empty()) b.first_write = current.tick();
   b.writes.push_back(std::move(write));
-  if (!block_.options().early_copies) return;
+  if (!current.options().early_copies) return;
   AsyncWrite& started = b.writes.back();
   started.land();
   started.land = nullptr;
@@ -131,29 +131,29 @@ void MemoryBarriers::add_write(Barrier& b, AsyncWrite write) {
 
 void MemoryBarriers::end_phase(Barrier& b) {
   if (b.pending != 0 || b.bytes != 0) return;
-  Block& block_ = block();
+  Block& current = block();
   const int index = index_of(b);
   for (const AsyncWrite& write : b.writes) {
     shared_->finish_async_write(write.to, write.bytes, Clocks::copier(rank_, index),
-                                block_.moment_at(rank_).now);
+                                current.moment_at(rank_).now);
   }
   b.writes.clear();
-  block_.clocks().note_copies(b.arriving, Clocks::copier(rank_, index), block_.tick());
+  current.clocks().note_copies(b.arriving, Clocks::copier(rank_, index), current.tick());
   b.complete = b.arriving;
   ++b.phase;
   b.pending = b.arrivals;
-  for (const int thread : b.waiting) block_.wake(thread);
+  for (const int thread : b.waiting) current.wake(thread);
   b.waiting.clear();
 }
 
 void MemoryBarriers::wait(uint32_t address, int parity) {
-  Block& block_ = block();
+  Block& current = block();
   if (parity != 0 && parity != 1) fault(text("mbarrier_wait_parity of parity %d", parity));
   const int index = index_of(find(address, "mbarrier_wait_parity"));
   const uint32_t first = barriers_[static_cast<size_t>(index)].phase;
   if (static_cast<int>(first & 1) == parity) {
-    barriers_[static_cast<size_t>(index)].waiting.push_back(block_.thread());
-    block_.wait({Wait::mbarrier, index, parity});
+    barriers_[static_cast<size_t>(index)].waiting.push_back(current.thread());
+    current.wait({Wait::mbarrier, index, parity});
     const uint32_t last = barriers_[static_cast<size_t>(index)].phase;
     if (last != first + 1) {
       fault(
@@ -162,7 +162,7 @@ void MemoryBarriers::wait(uint32_t address, int parity) {
                describe(index).c_str(), last - first));
     }
   }
-  block_.clocks().acquire(block_.thread(), barriers_[static_cast<size_t>(index)].complete);
+  current.clocks().acquire(current.thread(), barriers_[static_cast<size_t>(index)].complete);
 }
 
 void MemoryBarriers::land(Barrier& b) {
@@ -211,22 +211,22 @@ std::string MemoryBarriers::describe(int barrier) const {
 // --- named barriers ------------------------------------------------------------------------------
 
 bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
-  Block& block_ = block();
-  block_.clocks().activate();
+  Block& current = block();
+  current.clocks().activate();
   const char* what = wait ? "bar_sync" : "bar_arrive";
   if (barrier < 1 || barrier >= kCount)
     fault(text("%s of barrier %d: it must be 1 to 15", what, barrier));
-  if (threads < kLanes || threads % kLanes != 0 || threads > block_.launch().threads) {
+  if (threads < kLanes || threads % kLanes != 0 || threads > current.launch().threads) {
     fault(
         text("%s of barrier %d with %d threads: it must be whole warps, at most the %d threads of "
              "the block",
-             what, barrier, threads, block_.launch().threads));
+             what, barrier, threads, current.launch().threads));
   }
   Barrier& b = barriers_[static_cast<size_t>(barrier)];
   if (b.arrived == 0) {
     b.threads = threads;
     b.any = false;
-    b.known = block_.clocks().nothing();
+    b.known = current.clocks().nothing();
   } else if (b.threads != threads) {
     fault(text("%s of barrier %d with %d threads, but others use it with %d", what, barrier,
                threads, b.threads));
@@ -235,16 +235,16 @@ bool NamedBarriers::arrive(int barrier, int threads, bool wait, bool x) {
   b.any = b.any || x;
   if (++b.arrived < b.threads) {
     if (!wait) return false;
-    b.waiting.push_back(block_.thread());
-    block_.wait({Wait::named_barrier, barrier, 0});
+    b.waiting.push_back(current.thread());
+    current.wait({Wait::named_barrier, barrier, 0});
     return b.result;
   }
   b.result = b.any;
   for (const int thread : b.waiting) {
-    block_.clocks().acquire(thread, b.known);
-    block_.wake(thread);
+    current.clocks().acquire(thread, b.known);
+    current.wake(thread);
   }
-  if (wait) block_.clocks().acquire(block_.thread(), b.known);
+  if (wait) current.clocks().acquire(current.thread(), b.known);
   b.waiting.clear();
   b.arrived = 0;
   return b.result;
@@ -284,34 +284,34 @@ bool Registers::take(int warp, int count) {
 }
 
 void Registers::increase(int count) {
-  Block& block_ = block();
+  Block& current = block();
   check(count, "setmaxnreg_inc");
-  const int warp = block_.warp_of_block();
+  const int warp = current.warp_of_block();
   if (per_warp_[static_cast<size_t>(warp)] > count) {
     fault(text("setmaxnreg_inc to %d registers: the warp already has %d", count,
                per_warp_[static_cast<size_t>(warp)]));
   }
   struct None {
   } call;
-  block_.meet(Collective::setmaxnreg_inc, call, [](std::array<None*, kLanes>&) {});
+  current.meet(Collective::setmaxnreg_inc, call, [](std::array<None*, kLanes>&) {});
   while (!take(warp, count)) {
-    waiting_.push_back(block_.thread());
-    block_.wait({Wait::registers, count, 0});
+    waiting_.push_back(current.thread());
+    current.wait({Wait::registers, count, 0});
   }
 }
 
 void Registers::decrease(int count) {
-  Block& block_ = block();
+  Block& current = block();
   check(count, "setmaxnreg_dec");
   struct None {
   } call;
-  block_.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
-    int& own = per_warp_[static_cast<size_t>(block_.warp_of_block())];
+  current.meet(Collective::setmaxnreg_dec, call, [&](std::array<None*, kLanes>&) {
+    int& own = per_warp_[static_cast<size_t>(current.warp_of_block())];
     if (own < count)
       fault(text("setmaxnreg_dec to %d registers: the warp has only %d", count, own));
     free_ += own - count;
     own = count;
-    for (const int thread : waiting_) block_.wake(thread);
+    for (const int thread : waiting_) current.wake(thread);
     waiting_.clear();
   });
 }

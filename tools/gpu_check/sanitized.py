@@ -265,7 +265,9 @@ def attempt(name: str, shape: Shape | None, memory: Memory) -> bool:
 def main() -> int:
     """Runs a share of the problems, or takes problems from a queue."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", default="0/1", help="only every n-th problem: 2/8")
+    parser.add_argument(
+        "--share", default="0/1", help="K/N: every N-th problem, beginning with number K (from 0)"
+    )
     parser.add_argument("--queue", type=Path, help="an empty folder; excludes --share")
     parser.add_argument(
         "--until", type=float, default=1e12, help="take no problem from the queue after this time"

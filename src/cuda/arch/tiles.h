@@ -27,8 +27,10 @@ struct BackwardTile {
   int key_warps;
   int query_warps;
   int queries;
-  int stages;          // of Q and dO; with 3, dS is double-buffered and a step has one barrier
-  bool early_barrier;  // the barrier precedes the products of dK with the warp's own queries
+  int stages;  // of Q and dO; with 3, dS is double-buffered and a step has one barrier
+  // The barrier that publishes P and dS lies between the products of dV and of dK with the warp's
+  // own queries; otherwise it follows both.
+  bool early_barrier;
   int blocks_per_sm;
 
   constexpr int keys() const { return key_warps * 32; }

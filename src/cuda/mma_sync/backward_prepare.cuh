@@ -21,8 +21,8 @@ namespace tilewise::cuda::mma_sync {
 // another.
 inline constexpr float kUnusedRow = -1e30f;
 
-// The row tile and query head of a CTA of the row kernels. Grids have fewer than 2^31 blocks, so
-// all but the first row of a varlen sequence is found in 32 bits.
+// The row tile and query head of a CTA of the row kernels. Grids have fewer than 2^31 CTAs, so 32
+// bits suffice for everything except the first row of a varlen sequence.
 template <class C>
 struct RowBlock {
   int32_t head;
@@ -142,14 +142,14 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll 1
   for (int pass = 0; pass < Lanes::kPasses; pass += Lanes::kInFlight) {
     // kLanes lanes share a row; lane i of them finishes the row of pass `pass + i`.
-    const int own = first + (pass + lane) * Lanes::kRowsPerPass;
+    const int row = first + (pass + lane) * Lanes::kRowsPerPass;
     LogSum sum;
     float dlse = 0.0f;
-    if (lane < Lanes::kInFlight && own < rows) {
-      sum = common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, own) +
+    if (lane < Lanes::kInFlight && row < rows) {
+      sum = common::log_sum_at(problem, s.lse_offset(problem.lse_stride_batch, row) +
                                             block.head * problem.lse_stride_head);
       if (p.gradients.dlse != nullptr)
-        dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, own) +
+        dlse = p.gradients.dlse[s.lse_offset(p.gradients.dlse_stride_batch, row) +
                                 block.head * p.gradients.dlse_stride_head];
     }
     uint32_t x[Lanes::kInFlight][Lanes::kColumns][4];
@@ -181,7 +181,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
       if (lane == r) delta = product;
     }
     if (lane >= Lanes::kInFlight) continue;
-    const int64_t at = int64_t{block.tile} * Plan::kQueries + (own - block.row0);
+    const int64_t at = int64_t{block.tile} * Plan::kQueries + (row - block.row0);
     const bool far = common::store_row_origin<typename C::Element>(p, at, sum);
     const bool none = sum.lse == kMinusInfinity;
     p.row_lse[at] = none ? kUnusedRow : far ? 0.0f : -sum.lse * kLog2e;

@@ -8,9 +8,10 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// For fp32, tensor cores sum groups of tile::kStepsInCore steps. Several groups or columns are in
-// flight, since products into one accumulator wait for each other: kMaxInFlight of them if each has
-// kSums accumulators. Other elements have one group.
+// For fp32, the tensor cores sum groups of tile::kStepsInCore steps, and the group sums are added
+// outside of them; other elements have one group. Products into the same accumulator wait for each
+// other, so those of several groups or columns are interleaved: of kMaxInFlight, if each of them
+// has kSums accumulators.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
 template <class Element, int kSums>

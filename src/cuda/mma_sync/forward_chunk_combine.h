@@ -27,11 +27,11 @@ class ChunkCombine {
 
   TILEWISE_DEVICE void send(const LanePosition& position, const Outputs<C>& o,
                             const RowResults<1>& result) const {
-    char* const own = partial(chunk_result_index(p_, q_tile_));
-    visit_partial_rows<C>(position, o, result, q_tile_.rows.count,
-                          [&](int h, int byte, const uint32_t (&x)[4]) {
-                            ptx::st_global_v4_b32(own + position.row(0, h) * kRowBytes + byte, x);
-                          });
+    char* const result_of_cta = partial(chunk_result_index(p_, q_tile_));
+    visit_partial_rows<C>(
+        position, o, result, q_tile_.rows.count, [&](int h, int byte, const uint32_t (&x)[4]) {
+          ptx::st_global_v4_b32(result_of_cta + position.row(0, h) * kRowBytes + byte, x);
+        });
   }
 
   // Publishes what has been sent. Returns whether all other CTAs of the tile have done so before.
@@ -146,11 +146,11 @@ class ChunkCombine {
       if (lse == kMinusInfinity) continue;
       const float weight = common::exponential(above(lse, base));
       sum += weight;
-      const ptx::SharedAddress own = row + static_cast<uint32_t>(position.lane_of_quad() * 16);
+      const ptx::SharedAddress vectors = row + static_cast<uint32_t>(position.lane_of_quad() * 16);
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; n += 2) {
         uint32_t x[4];
-        ptx::ld_shared_v4_b32(x, own + static_cast<uint32_t>(2 * n * 16));
+        ptx::ld_shared_v4_b32(x, vectors + static_cast<uint32_t>(2 * n * 16));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& to = o.x[0][n + e / 2][2 * h + e % 2];

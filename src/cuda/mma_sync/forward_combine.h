@@ -77,14 +77,14 @@ class RowCombine {
     char* const out =
         static_cast<char*>(problem.out.data) + q_tile_.offset(problem.out, r) * C::Element::kBytes;
     ptx::mbarrier_wait_parity(buffer.barrier, buffer.parity);
-    float own = kMinusInfinity;  // lse of split `lane`
+    float lse = kMinusInfinity;  // lse of split `lane`
     if (lane < q_tile_.splits)
-      own = ptx::float_of(ptx::ld_shared_b32(partial(partials, lane) + kVectors * 16));
+      lse = ptx::float_of(ptx::ld_shared_b32(partial(partials, lane) + kVectors * 16));
     Weights weights;
-    weights.begin(own, sink);
-    const float whole = weights.finish(common::exponential(own - weights.base), sink);
+    weights.begin(lse, sink);
+    const float whole = weights.finish(common::exponential(lse - weights.base), sink);
     if (lane == 0) store_log_sum(problem, lse_at, {whole, 0.0f});
-    const float weight = weights.of(own);
+    const float weight = weights.of(lse);
 #pragma unroll
     for (int first = 0; first < kVectors; first += ptx::kWarpSize)
       store_vector(out, first + lane, partials, weight);

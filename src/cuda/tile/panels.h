@@ -1,6 +1,6 @@
 // The addresses at which a lane reads a SwizzledTile of 16-bit elements, written by TMA, with
-// ldmatrix: the counterparts of classes of shared_tile.h, copy.h and fragment.h. Inside a panel
-// both swizzles are the same.
+// ldmatrix: the counterparts of classes of shared_tile.h, copy.h and fragment.h. A panel has the
+// swizzle of a tile of shared_tile.h with rows of 128 bytes.
 #pragma once
 
 #include "cuda/tile/copy.h"

@@ -208,8 +208,8 @@ class DqReduction {
   // releases the semaphore once.
   TILEWISE_DEVICE void acquire(const RowWalk& walk) const {
     if (semaphores_ == nullptr) return;
-    const int32_t mine = ptx::uniform(kWarps * order_.at(walk.row));
-    while (ptx::uniform(ptx::ld_acquire(semaphores_ + walk.index)) < mine) {
+    const int32_t releases = ptx::uniform(kWarps * order_.at(walk.row));
+    while (ptx::uniform(ptx::ld_acquire(semaphores_ + walk.index)) < releases) {
     }
   }
   TILEWISE_DEVICE void release(const RowWalk& walk) const {

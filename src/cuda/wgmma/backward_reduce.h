@@ -48,10 +48,10 @@ template <class C>
 TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddress shared,
                                     int warpgroup) {
   using Plan = BackwardPlan<C>;
-  constexpr int kOwn = 4 * Plan::kDqSliceBytes;
+  constexpr int kBytesPerWarpgroup = 4 * Plan::kDqSliceBytes;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
-  const int begin = warpgroup * kOwn;
-  const int bytes = min(kOwn, Plan::kDqSlices * Plan::kDqSliceBytes - begin);
+  const int begin = warpgroup * kBytesPerWarpgroup;
+  const int bytes = min(kBytesPerWarpgroup, Plan::kDqSlices * Plan::kDqSliceBytes - begin);
   const ptx::SharedAddress from = shared + static_cast<uint32_t>(Plan::kDq + begin);
   float* const to = p.dq_sum + begin / 4;
   const bool elected = ptx::lane_index() == 0;

@@ -30,11 +30,11 @@ struct RowBlock {
     r.split = static_cast<int32_t>(position % kSplits);
     uint32_t tiles;  // per head
     if (p.cu_seqlens_q == nullptr) {
-      const uint32_t each = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;
-      tiles = each * static_cast<uint32_t>(p.batch);
-      const uint32_t batch = index / each;
+      const uint32_t tiles_of_sequence = (static_cast<uint32_t>(p.seqlen_q) + kTile - 1) / kTile;
+      tiles = tiles_of_sequence * static_cast<uint32_t>(p.batch);
+      const uint32_t batch = index / tiles_of_sequence;
       r.batch = static_cast<int32_t>(batch);
-      r.row0 = static_cast<int32_t>((index - batch * each) * kTile);
+      r.row0 = static_cast<int32_t>((index - batch * tiles_of_sequence) * kTile);
     } else {
       tiles = static_cast<uint32_t>(kPadded.count(p) / kTile);
       const PaddedRows::TileStart found = kPadded.locate(p, index);
