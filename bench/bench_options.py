@@ -32,7 +32,7 @@ from tilewise.cli.progress import Progress
 
 aten = torch.ops.aten
 # The fraction of the plain kernel's speed that an option should keep.
-KEEPS = {"fwd": 0.70, "bwd": 0.65}
+LOWEST_FRACTION = {"fwd": 0.70, "bwd": 0.65}
 SCORES = ("softcap", "ALiBi", "bias", "sinks", "dropout")
 
 
@@ -246,7 +246,7 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
         name = f"{r['direction']} {r['name']}"
         verdict = ""
         if r["name"] in SCORES:
-            verdict = "pass" if share >= KEEPS[r["direction"]] else "MISS"
+            verdict = "pass" if share >= LOWEST_FRACTION[r["direction"]] else "MISS"
         if r["ratio"]:
             peer, ratio = min(r["ratio"].items(), key=lambda x: x[1])
             verdict = "pass" if round(ratio, 2) >= 1.0 else f"MISS ({peer})"

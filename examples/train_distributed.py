@@ -32,7 +32,7 @@ LARGEST_DIFFERENCE = 1e-4  # of the losses, in nats
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes, unless torchrun starts")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, without torchrun")
     parser.add_argument("--rows", type=int, default=510, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--method", default="auto", help="auto, ulysses or allgather")
@@ -62,11 +62,15 @@ def cut_model(config: gpt.Config, args: argparse.Namespace) -> gpt.GPT:
 
 def step_cut(model: gpt.GPT, tokens: Tensor, targets: Tensor, layout: str) -> float:
     """The loss of the whole batch; leaves its gradient in the weights of every rank."""
-    mine, wanted = (td.shard(x, 1, layout=layout) for x in (tokens, targets))
-    with torch.autocast(mine.device.type, torch.bfloat16, enabled=mine.device.type == "cuda"):
-        logits = model(mine).float().flatten(0, 1)
+    local_tokens, local_targets = (td.shard(x, 1, layout=layout) for x in (tokens, targets))
+    with torch.autocast(
+        local_tokens.device.type, torch.bfloat16, enabled=local_tokens.device.type == "cuda"
+    ):
+        logits = model(local_tokens).float().flatten(0, 1)
     # The losses of the ranks add up to the mean over all tokens.
-    loss = functional.cross_entropy(logits, wanted.flatten(), reduction="sum") / targets.numel()
+    loss = (
+        functional.cross_entropy(logits, local_targets.flatten(), reduction="sum") / targets.numel()
+    )
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)

@@ -118,8 +118,8 @@ def gpus_without_code(code: Sequence[dict[str, int]]) -> Iterator[str]:
     text = (ROOT / "src" / "cuda" / "arch" / "limits.h").read_text()
     for sm, table in re.findall(r"Limits\{\.sm = (\d+), \.table = (\d+),", text):
         for wanted in (0, int(table)):
-            mine = [row for row in code if row["table"] == wanted]
-            if code and not any(runs_on(int(sm), row) for row in mine):
+            rows = [row for row in code if row["table"] == wanted]
+            if code and not any(runs_on(int(sm), row) for row in rows):
                 yield f"no code of {f'tile table sm_{wanted}' if wanted else 'simt'} for sm_{sm}"
 
 

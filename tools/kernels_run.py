@@ -127,8 +127,8 @@ def places() -> dict[Kernel, list[str]]:
     presets = json.loads(PRESETS.read_text())["configurePresets"]
     preset = next(p for p in presets if p["name"] == "cuda-emulator")
     ran = {EMULATOR: set(of_preset(preset, kernels)), **on_gpus(kernels)}
-    for place, theirs in ran.items():
-        for kernel in theirs & kernels:
+    for place, kernels_there in ran.items():
+        for kernel in kernels_there & kernels:
             found[kernel].append(place)
     return found
 
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
     library, folder = map(Path, arguments)
     left = not_launched(library, folder)
     print(f"kernels: {len(inside(library))} inside {library.name}, {len(left)} not launched")
-    of_gpus = {" ".join(kernel) for theirs in on_gpus(known()).values() for kernel in theirs}
+    of_gpus = {" ".join(kernel) for kernels in on_gpus(known()).values() for kernel in kernels}
     nowhere = [line for line in left if line not in of_gpus]
     for line in left:
         print(f"not launched, {'nor on a GPU' if line in nowhere else 'but on a GPU'}: {line}")

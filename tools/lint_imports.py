@@ -1,4 +1,4 @@
-"""Import lint: the imports of python/tilewise form no circle, and no module sets another's globals.
+"""Import lint: the imports of python/tilewise form no cycle, and no module sets another's globals.
 
 An arrow goes from a module to each module of the package that it imports. It ends at the deepest
 module that the statement names: ``from tilewise import _check`` points to ``tilewise._check``,
@@ -114,8 +114,8 @@ class _Imports:
 
 
 @functools.cache
-def _circles(root: Path) -> dict[PurePosixPath, list[Finding]]:
-    """The findings of circles, by the file whose import closes each of them."""
+def _cycles(root: Path) -> dict[PurePosixPath, list[Finding]]:
+    """The findings of cycles, by the file whose import closes each of them."""
     imports = {name: _Imports(root, file).arrows for name, file in _modules(root).items()}
     left = {name: sorted(arrows) for name, arrows in imports.items()}
     findings: dict[PurePosixPath, list[Finding]] = {}
@@ -124,14 +124,14 @@ def _circles(root: Path) -> dict[PurePosixPath, list[Finding]]:
             TopologicalSorter(left).prepare()
             return findings
         except CycleError as error:
-            circle = error.args[1][::-1]  # each module imports the next one
-        start = circle.index(min(circle))
-        circle = [*circle[start:-1], *circle[: start + 1]]
-        first, second = circle[:2]
+            cycle = error.args[1][::-1]  # each module imports the next one
+        start = cycle.index(min(cycle))
+        cycle = [*cycle[start:-1], *cycle[: start + 1]]
+        first, second = cycle[:2]
         file = _modules(root)[first]
-        message = f"import circle: {' -> '.join(circle)}"
+        message = f"import cycle: {' -> '.join(cycle)}"
         findings.setdefault(file, []).append(Finding(str(file), imports[first][second], message))
-        left[first].remove(second)  # so that the next search finds another circle
+        left[first].remove(second)  # so that the next search finds another cycle
 
 
 def _assignments(imports: _Imports) -> Iterator[tuple[int, str]]:
@@ -158,7 +158,7 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
     path = PurePosixPath(file.as_posix())
     if module_of(path) is None:
         return
-    yield from _circles(root).get(path, [])
+    yield from _cycles(root).get(path, [])
     for line, message in _assignments(_Imports(root, path)):
         yield Finding(str(path), line, message)
 

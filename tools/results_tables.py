@@ -124,7 +124,7 @@ def decoding(rows: list[Row]) -> str:
             for r in rows
             if ours in r["graph_us"] and peer in r["graph_us"]
         ]
-        ratios = [theirs / mine for theirs, mine in pairs]
+        ratios = [peer_us / us for peer_us, us in pairs]
         below = sum(x < 0.985 for x in ratios)
         lines.append(
             [label, str(len(ratios)), f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}"]

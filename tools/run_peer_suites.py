@@ -87,11 +87,13 @@ class Suite:
         """Counts, reasons and failures per function."""
         functions = {}
         for name, total in self.totals.items():
-            mine = [x for x in self.results if x.function == name]
-            counts = Counter(x.outcome for x in mine)
-            counts["not run"] = self.sizes[name] - len(mine)
+            of_function = [x for x in self.results if x.function == name]
+            counts = Counter(x.outcome for x in of_function)
+            counts["not run"] = self.sizes[name] - len(of_function)
             reasons = Counter(
-                f"{x.outcome}: {x.why}" for x in mine if x.outcome not in ("passed", "failed")
+                f"{x.outcome}: {x.why}"
+                for x in of_function
+                if x.outcome not in ("passed", "failed")
             )
             functions[name] = {
                 "cases": total,
@@ -100,7 +102,7 @@ class Suite:
                 "seconds": round(self.spent[name], 1),
                 "reasons": dict(reasons.most_common()),
                 "failures": [
-                    {"case": x.number, "why": x.why} for x in mine if x.outcome == "failed"
+                    {"case": x.number, "why": x.why} for x in of_function if x.outcome == "failed"
                 ],
             }
         return functions
@@ -119,12 +121,12 @@ class Workers:
 
     def start(self) -> Connection:
         """Starts one more process."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(theirs, self._settings), daemon=True)
+        connection, far_end = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(far_end, self._settings), daemon=True)
         process.start()
-        theirs.close()
-        self._processes[ours] = process
-        return ours
+        far_end.close()
+        self._processes[connection] = process
+        return connection
 
     def connections(self) -> list[Connection]:
         """The connections of the running processes."""

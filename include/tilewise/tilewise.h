@@ -210,7 +210,8 @@ typedef struct tilewise_attention {
  * or seqlen_k: they have one row per key of each sequence, leftpad_k included. A key that several
  * sequences share then has several gradients, which the caller adds. Any pointer except that of
  * dout may be NULL; its gradient is then not computed. Every requested gradient is written in full;
- * unused rows and keys get 0. Reductions run in fp32 in an order fixed by the shapes. */
+ * unused rows and keys get 0. Sums run in fp32 or fp64, in an order fixed by the shapes; only dq
+ * and dscale are summed in any order, on a GPU without `deterministic`. */
 typedef struct tilewise_gradients {
   uint32_t struct_size;
   int32_t reserved;

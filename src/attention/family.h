@@ -14,8 +14,8 @@ class BitSet {
   static constexpr BitSet of(Each... each) {
     return BitSet((0u | ... | (1u << static_cast<uint32_t>(each))));
   }
-  constexpr bool contains(T each) const {
-    const auto bit = static_cast<uint32_t>(each);
+  constexpr bool contains(T value) const {
+    const auto bit = static_cast<uint32_t>(value);
     return bit < 32 && ((bits_ >> bit) & 1u) != 0;
   }
 

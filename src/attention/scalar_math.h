@@ -15,7 +15,7 @@ struct ScalarMath {
     *low = static_cast<uint32_t>(product);
   }
 
-  // Both low halves, or both high halves, in one word: that of a below, that of b above.
+  // Both low halves, or both high halves, in one word; that of `a` becomes its low half.
   TILEWISE_FN static uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
   TILEWISE_FN static uint32_t high_halves(uint32_t a, uint32_t b) {
     return a >> 16 | (b & 0xffff0000u);

@@ -13,6 +13,7 @@ namespace {
 // Part of L2 for Q, dO and the dQ sums of interleaved heads: 40 of the 50 MB of an H200 measured
 // best.
 constexpr double kL2Fraction = 0.8;
+
 // TileOrder::longest_tile, by the rows that attend to a key tile: the first tiles are longest with
 // a causal mask, the last ones with a left window alone. In semaphore order (deterministic) a key
 // tile waits for the one before it, which therefore has to start first.

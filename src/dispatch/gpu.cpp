@@ -21,7 +21,7 @@ std::string tables() {
   std::set<int32_t> all;
   for (const cuda::arch::Limits& row : cuda::arch::kLimits) all.insert(row.table);
   std::string text;
-  for (int32_t each : all) text += (text.empty() ? "" : ", ") + std::to_string(each);
+  for (int32_t table : all) text += (text.empty() ? "" : ", ") + std::to_string(table);
   return text;
 }
 

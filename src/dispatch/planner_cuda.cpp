@@ -117,8 +117,8 @@ Decision plan_cuda(const Request& request, const Device& device) {
       .gpu = device.gpu, .registry = registry_of(device), .recomputes = recomputing_family(device)};
   // Slower families come first, so search from the end.
   const auto& rows = families_of(device).cuda;
-  for (auto each = rows.rbegin(); each != rows.rend(); ++each) {
-    const cuda::FamilyRow& row = **each;
+  for (auto it = rows.rbegin(); it != rows.rend(); ++it) {
+    const cuda::FamilyRow& row = **it;
     if (!row.sm.contains(device.gpu.sm) || !row.facts.computes(request) ||
         row.why_not(request, device.gpu))
       continue;

@@ -94,9 +94,9 @@ BAD = {
     "Python modules import each other": (
         "imports",
         {"python/tilewise/a.py": "from . import b\n", "python/tilewise/b.py": "from .a import x\n"},
-        "python/tilewise/a.py:1: import circle: tilewise.a -> tilewise.b -> tilewise.a",
+        "python/tilewise/a.py:1: import cycle: tilewise.a -> tilewise.b -> tilewise.a",
     ),
-    "a circle through an import in a function": (
+    "a cycle through an import in a function": (
         "imports",
         {
             "python/tilewise/__init__.py": "from .a import f\n",
@@ -105,7 +105,7 @@ BAD = {
             "python/tilewise/inner/b.py": "from ..c import x\n",
             "python/tilewise/c.py": "from tilewise import f\n",
         },
-        "python/tilewise/__init__.py:1: import circle: "
+        "python/tilewise/__init__.py:1: import cycle: "
         "tilewise -> tilewise.a -> tilewise.inner.b -> tilewise.c -> tilewise",
     ),
     "a module sets a global of another": (

@@ -36,10 +36,10 @@ def ended() -> set[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Selects every n-th test, except finished ones."""
-    mine = items[int(SHARE) :: int(SHARES)]
+    items_of_share = items[int(SHARE) :: int(SHARES)]
     done = ended()
-    note(event="collected", tests=[item.nodeid for item in mine])
-    items[:] = [item for item in mine if item.nodeid not in done]
+    note(event="collected", tests=[item.nodeid for item in items_of_share])
+    items[:] = [item for item in items_of_share if item.nodeid not in done]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -140,16 +140,16 @@ def verify() -> list[str]:
             not_run = [name for name, stage in stages if "not_run" in stage]
             not_run += [x for _, stage in stages for x in stage.get("left_out", ())]
             passed += f", NOT run: {'; '.join(not_run)}" if not_run else ""
-            theirs, their_code = result["sources"], result.get("kernels")
+            sources, machine_code = result["sources"], result.get("kernels")
         except (ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name}: not readable ({error})")
             continue
-        if theirs == now:
+        if sources == now:
             lines.append(f"{path.name}: CURRENT kernel sources ({now}) on {where}: {passed}")
-        elif their_code == code:
+        elif machine_code == code:
             lines.append(f"{path.name}: CURRENT machine code ({code}) on {where}: {passed}")
         else:
             lines.append(
-                f"{path.name}: OLDER kernel sources ({theirs}, now {now}) on {where}: {passed}"
+                f"{path.name}: OLDER kernel sources ({sources}, now {now}) on {where}: {passed}"
             )
     return lines or [f"no GPU result is committed; the kernel sources are {now}"]

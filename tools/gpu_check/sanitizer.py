@@ -43,11 +43,11 @@ def ended_by_report(ended: Ended) -> bool:
     return ended.status == FOUND and bool(problems_ended(last))
 
 
-def judge(mine: list[Ended], wanted: list[str]) -> Report:
+def judge(processes: list[Ended], wanted: list[str]) -> Report:
     """The report of one tool on one tile table, whose problems several processes shared."""
-    outputs = [e.output() for e in mine]
+    outputs = [e.output() for e in processes]
     errors, bad, ran, cut = 0, 0, set(), set()
-    for ended, output in zip(mine, outputs, strict=True):
+    for ended, output in zip(processes, outputs, strict=True):
         errors += max(errors_of(output), 0)
         if ended.status != TIMED_OUT and errors_of(output) >= 0:
             ran |= set(re.findall(r"\bran (\S+):", output))
@@ -66,7 +66,7 @@ def judge(mine: list[Ended], wanted: list[str]) -> Report:
         where = Counter(x for x in said if re.search(r" access at |=  {3,}at |error detected", x))
         report["first"] = [f"{n} x {x}" for x, n in where.most_common(24)]
         report["first"] += [f"not judged: {', '.join(left[:24])}"] if left else []
-        report["first"] = report["first"] or mine[0].tail(8)
+        report["first"] = report["first"] or processes[0].tail(8)
     return report
 
 
@@ -127,10 +127,10 @@ def sanitizer(setup: Setup, limit: float) -> Report:
     runs = [(tool, a) for a in setup.architectures for tool in TOOLS]
     names: dict[tuple[str, str], list[str]] = {}
     for tool, architecture in runs:
-        mine = commands_of(setup, program, tool, architecture, limit)
-        names[tool, architecture] = list(mine)
-        commands |= mine
-        env |= dict.fromkeys(mine, driver_environment(setup, architecture))
+        of_run = commands_of(setup, program, tool, architecture, limit)
+        names[tool, architecture] = list(of_run)
+        commands |= of_run
+        env |= dict.fromkeys(of_run, driver_environment(setup, architecture))
     ended = run_all(commands, limit, setup.logs / "sanitizer", env, ended_by_report)
     for tool, architecture in runs:
         done = [ended[name] for name in names[tool, architecture]]

@@ -134,8 +134,10 @@ def smoke(setup: Setup, limit: float) -> Report:
     seconds = max((e.seconds for e in warmed.values()), default=0)
     say(f"  compiling the PTX of forced tile tables took {seconds:.0f} s")
     for a in setup.architectures:
-        mine = [e for n, e in ended.items() if n.startswith(label(a))]
-        run_here = sum(int(x) for e in mine for x in re.findall(r"(\d+) of \d+ shapes", e.output()))
+        of_table = [e for n, e in ended.items() if n.startswith(label(a))]
+        run_here = sum(
+            int(x) for e in of_table for x in re.findall(r"(\d+) of \d+ shapes", e.output())
+        )
         say(f"  {label(a)}: {run_here} shapes run")
         report[f"shapes {label(a)}"] = run_here
     return report
@@ -194,8 +196,8 @@ def tests(setup: Setup, limit: float) -> Report:
         shares += [suite.Share(name, i, of, folder, env, again or arguments) for i in range(of)]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
     for name in dict.fromkeys(s.name for s in shares):
-        mine = [s for s in shares if s.name == name]
-        found = suite.counts(mine)
+        of_suite = [s for s in shares if s.name == name]
+        found = suite.counts(of_suite)
         say(f"  {name}: {suite.summary(found)}")
         before = report[name] if failed_tests(report[name]) else {}
         report[name] = {n.replace(" ", "_"): count for n, count in found.items()}
@@ -203,10 +205,10 @@ def tests(setup: Setup, limit: float) -> Report:
             report[name]["run_again"] = before["failed"]
             report[name]["passed"] = found["passed"] + before["passed"]
             report[name]["skipped"] = found["skipped"] + before["skipped"]
-        served = sum((s.served for s in mine), Counter(before.get("served", {})))
+        served = sum((s.served for s in of_suite), Counter(before.get("served", {})))
         report[name]["served"] = dict(sorted(served.items()))
-        report[name]["failures"] = suite.failures(mine)
-        report[name]["skips"] = before.get("skips") or suite.skips(mine)
+        report[name]["failures"] = suite.failures(of_suite)
+        report[name]["skips"] = before.get("skips") or suite.skips(of_suite)
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")
     passed = all(is_green(found) for found in report.values())

@@ -167,8 +167,8 @@ struct RowFill {
   }
 };
 
-// The first task of CTA 0: writes the copies of the arrays (IndexCopies). In a backward it also
-// writes NaN into the gradients of sequences that have no rows and keys in the copies.
+// The first task of CTA 0: writes the copies of the arrays (IndexCopies). In a backward the copies
+// give a sequence with invalid entries no rows and no keys, and its gradients become NaN here.
 struct CopyIndices {
   const PrepareParams& params;
   const Problem& p;

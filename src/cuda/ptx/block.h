@@ -23,11 +23,12 @@ TILEWISE_DEVICE SharedAddress shared_address(const void* p) { return emulator::s
 TILEWISE_DEVICE void sync_block() { emulator::sync_block(); }
 // bar.warp.sync (__syncwarp)
 TILEWISE_DEVICE void sync_warp() { emulator::sync_warp(); }
-// membar.gl (__threadfence): other CTAs of the GPU see writes before it before writes after it.
+// membar.gl (__threadfence): every CTA of the GPU sees this thread's earlier writes before its
+// later ones.
 TILEWISE_DEVICE void fence_device() {}
 // griddepcontrol (sm_90; PTX ISA 9.7.13.13), for programmatic dependent launches.
 // `launch_dependents` permits the next kernel to start if it is a dependent launch (runtime.h);
-// `wait` returns when the kernel before is complete and its writes are visible. Every CTA of a
+// `wait` returns when the preceding kernel is complete and its writes are visible. Every CTA of a
 // dependent kernel waits.
 TILEWISE_DEVICE void griddepcontrol_wait() { emulator::griddepcontrol_wait(); }
 TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}

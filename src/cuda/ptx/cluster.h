@@ -17,9 +17,9 @@ TILEWISE_DEVICE void sync_cluster() { emulator::sync_cluster(); }
 // that has exited counts as arrived. (The emulator lets all threads meet in `wait`.)
 TILEWISE_DEVICE void barrier_cluster_arrive_relaxed() {}
 TILEWISE_DEVICE void barrier_cluster_wait() { emulator::sync_cluster(); }
-// mapa: the address in CTA `rank` that corresponds to `own`, an address in this CTA.
-TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int rank) {
-  return emulator::map_to_rank(own, rank);
+// mapa: the address in CTA `rank` that corresponds to `local`, an address in this CTA.
+TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress local, int rank) {
+  return emulator::map_to_rank(local, rank);
 }
 // mbarrier.arrive.relaxed.cluster: arrives at a barrier of another CTA, for empty barriers. It
 // guarantees only that this thread's loads into registers are complete.
@@ -46,9 +46,9 @@ TILEWISE_DEVICE void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 TILEWISE_DEVICE void barrier_cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress own, int rank) {
+TILEWISE_DEVICE SharedAddress map_to_rank(SharedAddress local, int rank) {
   SharedAddress other;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(own), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(local), "r"(rank));
   return other;
 }
 // Relaxed, because a release waits for reductions in flight (11 % of the samples of a backward).

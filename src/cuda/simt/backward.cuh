@@ -85,7 +85,7 @@ struct Backward {
         p(all.problem),
         g(all.gradients),
         general(is_general(all.problem)),
-        thread(ThreadPosition::own()) {}
+        thread(ThreadPosition::of_this_thread()) {}
 
   TILEWISE_DEVICE void clear_sums() {
 #pragma unroll

@@ -35,7 +35,7 @@ struct Forward {
         p(all.problem),
         work_tile(tile),
         general(is_general(p)),
-        thread(ThreadPosition::own()) {}
+        thread(ThreadPosition::of_this_thread()) {}
 
   TILEWISE_DEVICE void begin() {
 #pragma unroll

@@ -25,7 +25,7 @@ struct ThreadPosition {
   int y;
   int x;
 
-  TILEWISE_DEVICE static ThreadPosition own() {
+  TILEWISE_DEVICE static ThreadPosition of_this_thread() {
     return {ptx::thread_index() / 16, ptx::thread_index() % 16};
   }
 };
@@ -85,7 +85,7 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
 // is NaN or infinite; otherwise 0 * NaN is NaN.
 template <bool kSkipZeros>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
-  const ThreadPosition thread = ThreadPosition::own();
+  const ThreadPosition thread = ThreadPosition::of_this_thread();
   const float* const a_own = a + thread.y * 4;
   const float* const b_own = b + thread.x * 4;
   Block sum;

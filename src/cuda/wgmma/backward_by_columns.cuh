@@ -16,7 +16,7 @@
 //   q_full, q_empty; dout_full, dout_empty mbarriers; Q and lse, dO and delta of a stage
 //   peer_ds_full, peer_ds_empty            mbarriers; dS between the CTAs of a cluster
 //   kPRead                                 (1 -> 0) in a cluster, P may be overwritten
-//   kOwnStored                             all warps of a warpgroup have stored P, dS, dK or dV
+//   kWarpgroupStored                       all warps of a warpgroup have stored P, dS, dK or dV
 //   kKeysRead                              (both ways) dK and dV may overwrite K and V
 //
 // The timeline of a step without a cluster (the last dK runs beside the next S or dP):
@@ -50,8 +50,8 @@ struct ColumnConsumer {
   const ColumnProducts<C, kWarpgroup> products;
   const ColumnScores<C> scores;
   const DqReduction<C> reduction;
-  const int first_dq;  // panel
-  const int peer;      // rank of the other CTA
+  const int first_dq_panel;  // panel
+  const int peer;            // rank of the other CTA
   ptx::SharedAddress shared;
 
   TILEWISE_DEVICE ColumnConsumer(const TmaBackwardParams& params, const TileDescriptor& work_tile,
@@ -60,7 +60,7 @@ struct ColumnConsumer {
         products(block, panel),
         scores(params, work_tile, block, warp),
         reduction(params, work_tile, warp),
-        first_dq(panel),
+        first_dq_panel(panel),
         peer(static_cast<int>(ptx::block_index() % Plan::kCluster) ^ 1),
         shared(block) {}
 
@@ -75,8 +75,8 @@ struct ColumnConsumer {
   // returns.
   TILEWISE_DEVICE void add_dq_dk(ColumnSums<C, kWarpgroup>& sums, const RowWalk& walk,
                                  int stage) const {
-    constexpr bool kTwoDq = Plan::own_dq(kWarpgroup) > 1;
-    constexpr bool kTwoDk = Plan::own_dk(kWarpgroup) > 1;
+    constexpr bool kTwoDq = Plan::dq_panels(kWarpgroup) > 1;
+    constexpr bool kTwoDk = Plan::dk_panels(kWarpgroup) > 1;
     float dq[32];
     products.start_dq(dq, stage);
     products.add_dk(sums.dk[0], 0, stage);
@@ -84,20 +84,20 @@ struct ColumnConsumer {
     release(barriers.dout_empty(0), kWarpgroup == 1);
     ptx::fence_register(dq);
     reduction.acquire(walk);
-    reduction.add(dq, walk, first_dq);
+    reduction.add(dq, walk, first_dq_panel);
     if constexpr (kTwoDq) products.restart_dq(dq, stage);
     if constexpr (kTwoDk) products.add_dk(sums.dk[1], 1, stage);
     if constexpr (kTwoDq) {
       ptx::wgmma_wait_group<kTwoDk ? 1 : 0>();
       ptx::fence_register(dq);
-      reduction.add(dq, walk, first_dq + 1);
+      reduction.add(dq, walk, first_dq_panel + 1);
     }
     reduction.release(walk);
   }
 
   // Sends dS to the other CTA. A step calls it before it issues its next product.
   TILEWISE_DEVICE void send_ds() const {
-    ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
+    ptx::bar_sync(kWarpgroupStored + 1, ptx::kWarpgroupSize);
     if (ptx::thread_index() % ptx::kWarpgroupSize != 0) return;
     constexpr int kBytes = Plan::ScoreTile::kBytes;
     ptx::mbarrier_arrive_expect_tx(barriers.peer_ds_full(), kBytes);
@@ -123,7 +123,7 @@ struct ColumnConsumer {
     if (is_elected()) ptx::mbarrier_arrive_remote(ptx::map_to_rank(barriers.peer_ds_empty(), peer));
     release(barriers.q_empty(stage), kWarpgroup == 0);
     reduction.acquire(walk);
-    reduction.add(dq, walk, first_dq);
+    reduction.add(dq, walk, first_dq_panel);
     reduction.release(walk);
   }
 };
@@ -134,10 +134,10 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
                                          int warp, ColumnSums<C, kWarpgroup>& sums) {
   using Plan = BackwardPlan<C>;
   constexpr bool kSingleCta = Plan::kCluster == 1;
-  const int first_dq = kSingleCta
-                           ? Plan::first_dq(kWarpgroup)
-                           : 2 * static_cast<int>(ptx::block_index() % Plan::kCluster) + kWarpgroup;
-  const ColumnConsumer<C, kWarpgroup> consumer(params, work_tile, shared, warp, first_dq);
+  const int first_dq_panel =
+      kSingleCta ? Plan::first_dq_panel(kWarpgroup)
+                 : 2 * static_cast<int>(ptx::block_index() % Plan::kCluster) + kWarpgroup;
+  const ColumnConsumer<C, kWarpgroup> consumer(params, work_tile, shared, warp, first_dq_panel);
   const BackwardBarriers& barriers = consumer.barriers;
   RowWalk walk(work_tile);
   // In a register, because a read from shared memory would wait behind the products.
@@ -169,7 +169,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
         ptx::mbarrier_wait_parity(barriers.peer_ds_empty(), stage ^ 1);
       consumer.scores.store_p(params, s, statistic, walk, stage);
       ptx::bar_arrive(kPStored, Plan::kConsumerThreads);
-      ptx::bar_sync(kOwnStored, ptx::kWarpgroupSize);
+      ptx::bar_sync(kWarpgroupStored, ptx::kWarpgroupSize);
       ptx::mbarrier_wait_parity(barriers.dout_full(0), stage);
     } else {
       ptx::bar_sync(kPStored, Plan::kConsumerThreads);
@@ -184,7 +184,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
     if constexpr (kWarpgroup == 0)
       ptx::bar_sync(kDsStored, Plan::kConsumerThreads);
     else if constexpr (kSingleCta)
-      ptx::bar_sync(kOwnStored + 1, ptx::kWarpgroupSize);
+      ptx::bar_sync(kWarpgroupStored + 1, ptx::kWarpgroupSize);
     if constexpr (kSingleCta)
       consumer.add_dq_dk(sums, walk, stage);
     else
@@ -228,16 +228,18 @@ TILEWISE_DEVICE void by_columns_role(const TmaBackwardParams& p, ptx::SharedAddr
   const typename Plan::KTile k{shared + Plan::kK};
   const typename Plan::VTile v{shared + Plan::kV};
 #pragma unroll
-  for (int i = 0; i < Plan::own_dv(kWarpgroup); ++i)
-    write_columns<C>(sums.dv[i], 1.0f, v, Plan::first_dv(kWarpgroup) + i, warp);
+  for (int i = 0; i < Plan::dv_panels(kWarpgroup); ++i)
+    write_columns<C>(sums.dv[i], 1.0f, v, Plan::first_dv_panel(kWarpgroup) + i, warp);
 #pragma unroll
-  for (int i = 0; i < Plan::own_dk(kWarpgroup); ++i)
-    write_columns<C>(sums.dk[i], scale, k, Plan::first_dk(kWarpgroup) + i, warp);
-  ptx::bar_sync(kOwnStored + kWarpgroup, ptx::kWarpgroupSize);
-  store_panels<C>(v, p.gradients.dv, work_tile.dv, work_tile.key_count, Plan::first_dv(kWarpgroup),
-                  Plan::own_dv(kWarpgroup), p.problem.head_dim_v);
-  store_panels<C>(k, p.gradients.dk, work_tile.dk, work_tile.key_count, Plan::first_dk(kWarpgroup),
-                  Plan::own_dk(kWarpgroup), p.problem.head_dim);
+  for (int i = 0; i < Plan::dk_panels(kWarpgroup); ++i)
+    write_columns<C>(sums.dk[i], scale, k, Plan::first_dk_panel(kWarpgroup) + i, warp);
+  ptx::bar_sync(kWarpgroupStored + kWarpgroup, ptx::kWarpgroupSize);
+  store_panels<C>(v, p.gradients.dv, work_tile.dv, work_tile.key_count,
+                  Plan::first_dv_panel(kWarpgroup), Plan::dv_panels(kWarpgroup),
+                  p.problem.head_dim_v);
+  store_panels<C>(k, p.gradients.dk, work_tile.dk, work_tile.key_count,
+                  Plan::first_dk_panel(kWarpgroup), Plan::dk_panels(kWarpgroup),
+                  p.problem.head_dim);
 }
 
 }  // namespace tilewise::cuda::wgmma

@@ -162,12 +162,12 @@ TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const TileDescrip
   const Gradients& g = p.gradients;
   const int first = own_warp * 16;
   const int keys = work_tile.key_count - first;
-  const ptx::SharedAddress own =
+  const ptx::SharedAddress tile_of_warp =
       shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::WarpKeysTile::kBytes);
-  store_keys<C>(dv, dv_scale, own, g.dv, work_tile.dv + first * g.dv.stride_row, keys,
+  store_keys<C>(dv, dv_scale, tile_of_warp, g.dv, work_tile.dv + first * g.dv.stride_row, keys,
                 p.problem.head_dim_v);
-  store_keys<C>(dk, score_of(p.problem).scale, own, g.dk, work_tile.dk + first * g.dk.stride_row,
-                keys, p.problem.head_dim);
+  store_keys<C>(dk, score_of(p.problem).scale, tile_of_warp, g.dk,
+                work_tile.dk + first * g.dk.stride_row, keys, p.problem.head_dim);
 }
 
 template <class C, Option kOption>

@@ -20,8 +20,8 @@ namespace tilewise::cuda::wgmma {
 template <class C, int kWarpgroup>
 struct ColumnSums {
   using Plan = BackwardPlan<C>;
-  float dv[Plan::own_dv(kWarpgroup)][Plan::kKeys / 2];
-  float dk[Plan::own_dk(kWarpgroup)][Plan::kKeys / 2];
+  float dv[Plan::dv_panels(kWarpgroup)][Plan::kKeys / 2];
+  float dk[Plan::dk_panels(kWarpgroup)][Plan::kKeys / 2];
 
   TILEWISE_DEVICE void clear() {
     for_each([](auto& x) {
@@ -42,9 +42,9 @@ struct ColumnSums {
   template <class Body>
   TILEWISE_DEVICE void for_each(const Body& body) {
 #pragma unroll
-    for (int i = 0; i < Plan::own_dv(kWarpgroup); ++i) body(dv[i]);
+    for (int i = 0; i < Plan::dv_panels(kWarpgroup); ++i) body(dv[i]);
 #pragma unroll
-    for (int i = 0; i < Plan::own_dk(kWarpgroup); ++i) body(dk[i]);
+    for (int i = 0; i < Plan::dk_panels(kWarpgroup); ++i) body(dk[i]);
   }
 };
 
@@ -60,13 +60,14 @@ class ColumnProducts {
   using Wgmma = ptx::Wgmma<kN, C::kHalf>;
 
  public:
-  // `first_dq`: the warpgroup's first panel of dQ.
-  TILEWISE_DEVICE ColumnProducts(ptx::SharedAddress shared, int first_dq)
+  // `first_dq_panel`: the warpgroup's first panel of dQ.
+  TILEWISE_DEVICE ColumnProducts(ptx::SharedAddress shared, int first_dq_panel)
       : rows_(RowTile{shared + (kWarpgroup == 0 ? Plan::kQ : Plan::kDout)}.by_columns()),
         keys_(KeyTile{shared + (kWarpgroup == 0 ? Plan::kK : Plan::kV)}.by_columns()),
-        dout_(typename Plan::DoutTile{shared + Plan::kDout}.by_rows(Plan::first_dv(kWarpgroup))),
-        q_(typename Plan::QTile{shared + Plan::kQ}.by_rows(Plan::first_dk(kWarpgroup))),
-        k_(typename Plan::KTile{shared + Plan::kK}.by_rows(first_dq)),
+        dout_(typename Plan::DoutTile{shared + Plan::kDout}.by_rows(
+            Plan::first_dv_panel(kWarpgroup))),
+        q_(typename Plan::QTile{shared + Plan::kQ}.by_rows(Plan::first_dk_panel(kWarpgroup))),
+        k_(typename Plan::KTile{shared + Plan::kK}.by_rows(first_dq_panel)),
         p_(ScoreTile{shared + Plan::kP}.by_columns()),
         ds_(ScoreTile{shared + Plan::kDs}.by_columns()),
         ds_keys_(ScoreTile{shared + Plan::kDs}.by_rows()) {

@@ -55,9 +55,10 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
   const bool not_finite = ptx::any(zero != 0.0f);
   if (thread % ptx::kWarpSize == 0) {
-    const ptx::SharedAddress own = words + static_cast<uint32_t>(thread / ptx::kWarpSize * 8);
-    ptx::st_shared_b32(own, ptx::bits_of(dscale));
-    ptx::st_shared_b32(own + 4, not_finite ? 1 : 0);
+    const ptx::SharedAddress words_of_warp =
+        words + static_cast<uint32_t>(thread / ptx::kWarpSize * 8);
+    ptx::st_shared_b32(words_of_warp, ptx::bits_of(dscale));
+    ptx::st_shared_b32(words_of_warp + 4, not_finite ? 1 : 0);
   }
   ptx::sync_block();
   if (thread != 0) return;

@@ -157,27 +157,27 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
   static_assert(kSharedBytes <= 227 * 1024);
 
-  // Panels of 64 columns per warpgroup. If their number is odd, one warpgroup has more of dK and
-  // the other more of dV and dQ, so that both need about as many registers. In a cluster each
-  // of the four warpgroups has one panel of dQ.
-  static constexpr int own_dk(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
-  static constexpr int own_dv(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
-  static constexpr int own_dq(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
-  static constexpr int first_dk(int warpgroup) { return warpgroup == 0 ? 0 : own_dk(0); }
-  static constexpr int first_dv(int warpgroup) { return warpgroup == 0 ? 0 : own_dv(0); }
-  static constexpr int first_dq(int warpgroup) { return warpgroup == 0 ? 0 : own_dq(0); }
+  // How many panels of 64 columns a warpgroup computes, and the first of them. If their number is
+  // odd, one warpgroup has more of dK and the other more of dV and dQ, so that both need about as
+  // many registers. In a cluster each of the four warpgroups has one panel of dQ.
+  static constexpr int dk_panels(int warpgroup) { return (KTile::kPanels + 1 - warpgroup) / 2; }
+  static constexpr int dv_panels(int warpgroup) { return (VTile::kPanels + warpgroup) / 2; }
+  static constexpr int dq_panels(int warpgroup) { return (KTile::kPanels + warpgroup) / 2; }
+  static constexpr int first_dk_panel(int warpgroup) { return warpgroup == 0 ? 0 : dk_panels(0); }
+  static constexpr int first_dv_panel(int warpgroup) { return warpgroup == 0 ? 0 : dv_panels(0); }
+  static constexpr int first_dq_panel(int warpgroup) { return warpgroup == 0 ? 0 : dq_panels(0); }
 };
 
 // Named barriers. Those of dQ exist once per warpgroup, which shares them with its reduction warp.
-// kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups
-// of the backward by columns.
+// kScoresIssued, kPStored, kDsStored, kPRead and kKeysRead order the two warpgroups of the backward
+// by columns.
 enum BackwardBarrier : int {
   kDqFull = 1,
   kDqEmpty = 3,
   kConsumers = 5,
   kScoresIssued = 6,
   kPStored = 7,
-  kOwnStored = 8,  // and 9: one per warpgroup
+  kWarpgroupStored = 8,  // and 9: one per warpgroup
   kPRead = 10,
   kKvReady = 11,
   kDsStored = 12,
