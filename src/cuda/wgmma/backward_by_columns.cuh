@@ -50,8 +50,8 @@ struct ColumnConsumer {
   const ColumnProducts<C, kWarpgroup> products;
   const ColumnScores<C> scores;
   const DqReduction<C> reduction;
-  const int first_dq_panel;  // panel
-  const int peer;            // rank of the other CTA
+  const int first_dq_panel;
+  const int peer;  // rank of the other CTA
   ptx::SharedAddress shared;
 
   TILEWISE_DEVICE ColumnConsumer(const TmaBackwardParams& params, const TileDescriptor& work_tile,
