@@ -44,6 +44,14 @@ struct Append {
 constexpr const char* dtype_rule =
     "the dtype of k_cache or, for a float8_e4m3fn cache, that of k_new";
 
+void expect_both(const OptionalTensor& first, const char* first_name, const OptionalTensor& second,
+                 const char* second_name) {
+  if (first.has_value() == second.has_value()) return;
+  const char* given = first ? first_name : second_name;
+  const char* missing = first ? second_name : first_name;
+  invalid(std::string(given) + " is given and " + missing + " is not: give both or neither");
+}
+
 void describe_cache(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
   expect_shape(in.k_cache, "k_cache", {any_size, any_size, any_size, any_size});
@@ -81,8 +89,7 @@ void describe_cache(const AppendArguments& in, Append& append) {
 
 void describe_new_keys(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
-  if (in.k_new.has_value() != in.v_new.has_value())
-    invalid("k_new and v_new must be given together");
+  expect_both(in.k_new, "k_new", in.v_new, "v_new");
   if (!in.k_new) return;
   const Tensor &k = *in.k_new, &v = *in.v_new;
   if (in.cu_seqlens_new) {
@@ -105,8 +112,7 @@ void describe_new_keys(const AppendArguments& in, Append& append) {
 
 void describe_rotary(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
-  if (in.rotary_cos.has_value() != in.rotary_sin.has_value())
-    invalid("rotary_cos and rotary_sin must be given together");
+  expect_both(in.rotary_cos, "rotary_cos", in.rotary_sin, "rotary_sin");
   c.rotary_interleaved = in.rotary_interleaved ? 1 : 0;
   c.q_single_position = in.q_single_position ? 1 : 0;
   c.rotary_seqlens = int32_vector(in.rotary_seqlens, "rotary_seqlens", c.batch, append.place);
@@ -118,7 +124,8 @@ void describe_rotary(const AppendArguments& in, Append& append) {
        {std::pair{&cos, "rotary_cos"}, std::pair{&sin, "rotary_sin"}}) {
     expect_place(*tensor, name, append.place);
     expect_dtype(*tensor, name, append.torch_dtype, dtype_rule);
-    if (!tensor->is_contiguous()) invalid(std::string(name) + " must be contiguous");
+    if (!tensor->is_contiguous())
+      invalid(std::string(name) + " is not contiguous, but must be contiguous");
   }
   c.rotary_cos = cos.const_data_ptr();
   c.rotary_sin = sin.const_data_ptr();

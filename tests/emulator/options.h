@@ -5,8 +5,8 @@
 
 namespace tilewise::cuda::emulator {
 
-// Which launches start before their predecessor: none, those that depend on a launch that does not
-// depend on another one itself, or those that depend on a dependent launch.
+// Which dependent launches start before their predecessor: none; those whose predecessor is an
+// ordinary launch; or those whose predecessor is itself a dependent launch.
 enum class Pdl { none, first, second };
 enum class Order { forward, reverse, shuffled, warps };
 

@@ -223,7 +223,7 @@ def backward(
 
 @torch.no_grad()
 def attention_probabilities(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:
-    """The matrix of probabilities, negated where dropout removed the entry; callers test with it.
+    """The matrix of probabilities, negated where dropout removed the entry; for tests.
 
     Args:
         q, k: [B, S, H, D], or packed [T, H, D].

@@ -1,5 +1,5 @@
 // The factors that undo the scaling of queries. With a float8 cache each query is multiplied by a
-// power of two (forward_queries.h); all others are used unchanged.
+// power of two (forward_queries.h); with any other cache queries are used unchanged.
 #pragma once
 
 #include <cfloat>

@@ -19,7 +19,7 @@ TILEWISE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
 // shfl.sync.idx: the x of lane `lane`.
 TILEWISE_DEVICE float shuffle(float x, int lane) { return emulator::shuffle(x, lane); }
 TILEWISE_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane); }
-// shfl.sync.idx within groups of kLanes lanes, a power of 2: the x of lane `lane` of the own group.
+// shfl.sync.idx within groups of kLanes lanes, a power of 2: the x of lane `lane` of the group.
 template <int kLanes>
 TILEWISE_DEVICE uint32_t shuffle_within(uint32_t x, int lane) {
   return emulator::shuffle(x, emulator::thread_index() % kWarpSize / kLanes * kLanes + lane);

@@ -222,7 +222,7 @@ struct Backward {
   // The packed rows that see at least one of the keys.
   TILEWISE_DEVICE Range visible_rows() const {
     const Band& band = shared().sequence.band;
-    const Range rows = intersect(band.rows_of_any(shared().own_keys), {0, band.rows});
+    const Range rows = intersect(band.rows_of_any(shared().current_keys), {0, band.rows});
     const int64_t group = group_size(p);
     return {rows.begin * group, max(rows.begin, rows.end) * group};
   }
@@ -234,21 +234,21 @@ struct Backward {
       ptx::sync_block();
       const int64_t group = group_size(p);
       load_rows_of(
-          {Packing{group}, shared().own_head * group, {at, min(at + kTile, visible_rows().end)}});
+          {Packing{group}, shared().tile_head * group, {at, min(at + kTile, visible_rows().end)}});
       ptx::sync_block();
-      load_key_table(p, shared().own_keys.begin);
+      load_key_table(p, shared().current_keys.begin);
       ptx::sync_block();
       if (for_dv)
-        store_p(shared().own_keys.begin);
+        store_p(shared().current_keys.begin);
       else
-        store_ds(shared().own_keys.begin);
-      add(for_dv ? dout() : q(), Step::of(p, shared().own_keys.begin).masked);
+        store_ds(shared().current_keys.begin);
+      add(for_dv ? dout() : q(), Step::of(p, shared().current_keys.begin).masked);
     }
   }
 
   TILEWISE_DEVICE void write_keys(const tilewise_tensor& view, int64_t columns,
                                   float factor) const {
-    const Range& keys = shared().own_keys;
+    const Range& keys = shared().current_keys;
     const Sequence& s = shared().sequence;
     const bool dense = p.block_table != nullptr || p.kv_batch_idx != nullptr;
     const KvSource source = dense ? s.kv.dense(s.batch) : s.kv;
@@ -257,7 +257,7 @@ struct Backward {
       const int64_t key = keys.begin + thread.y * 4 + i;
       if (key >= keys.end) continue;
       T* const to = static_cast<T*>(view.data) + source.offset(view, key) +
-                    shared().own_head * view.stride_head;
+                    shared().tile_head * view.stride_head;
       write(to, i, columns, factor);
     }
   }
@@ -267,10 +267,10 @@ struct Backward {
     ptx::sync_block();
     if (ptx::thread_index() == 0) {
       const int64_t begin = shared().tile_keys.begin + first;
-      shared().own_keys = {begin, min(begin + kTile, shared().tile_keys.end)};
+      shared().current_keys = {begin, min(begin + kTile, shared().tile_keys.end)};
     }
     ptx::sync_block();
-    if (shared().own_keys.empty()) return;
+    if (shared().current_keys.empty()) return;
     if (g.dv.data != nullptr) {
       walk_rows(true);
       write_keys(g.dv, p.head_dim_v, 1.0f);
@@ -356,7 +356,7 @@ TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t til
   if (ptx::thread_index() == 0) {
     const int64_t begin = int64_t{work_tile.tile} * params.key_tile;
     shared().tile_keys = {begin, min(begin + params.key_tile, shared().sequence.band.keys)};
-    shared().own_head = work_tile.head;
+    shared().tile_head = work_tile.head;
   }
   Backward<C, true> backward(params);
   for (int32_t key = 0; key < params.key_tile; key += kTile) backward.run_keys(key);

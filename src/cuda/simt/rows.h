@@ -28,10 +28,11 @@ struct Shared {
   Range keys;  // upper bound of the keys that the rows of the tile see
   int64_t kv_head;
   int32_t splits;  // forward: number of splits of the sequence
-  // backward_keys: the keys of its tile, the kTile of them being computed, and the head.
+  // backward_keys: the keys and the key/value head of the work tile, and the kTile keys that are
+  // being computed.
   Range tile_keys;
-  Range own_keys;
-  int64_t own_head;
+  Range current_keys;
+  int64_t tile_head;
 
   // The search for flagged tiles (recompute_tiles.h): the result of each warp, and the tile found.
   uint32_t first_flagged[kThreads / ptx::kWarpSize];
@@ -173,7 +174,8 @@ struct ThreadWeights {
   }
 
   // Replaces each weight whose row sees its key by change(weight, row of the tile, key). The loop
-  // is not unrolled: the code of the general form is long, and should be in a kernel once.
+  // is not unrolled: the code of the general form is long, and a kernel should contain it only
+  // once.
   template <class Change>
   TILEWISE_DEVICE void change_visible(const ThreadPosition& thread, int64_t first_key,
                                       const Change& change) const {
