@@ -2,11 +2,11 @@
 """The ledger of the CUDA kernels: registers, stack, shared memory and code size of each.
 
   python tools/cuda_ledger.py build/libtilewise.so           writes docs/results/cuda-ledger.txt
-  python tools/cuda_ledger.py build/libtilewise.so --part    writes the rows of the units in it, and
-                                                             keeps all other rows
+  python tools/cuda_ledger.py build/libtilewise.so --part    writes the rows of its kernel
+                                                             instances, and keeps all other rows
   python tools/cuda_ledger.py build/libtilewise.so --check   compares; status 1 on a difference
-  python tools/cuda_ledger.py build/libtilewise.so --check --part   compares only the units in the
-                                                                    library
+  python tools/cuda_ledger.py build/libtilewise.so --check --part   compares only its kernel
+                                                                    instances
 
 The tool reads the machine code in a library, or in object files, with cuobjdump, which is searched
 for in $CUOBJDUMP, PATH, beside nvcc, and in Python's packages (pip install nvidia-cuda-cuobjdump).
@@ -20,9 +20,9 @@ beside cuobjdump; without it they are neither written nor compared.
 or smaller, a library of 56 MB or more, and 8 MB or more of wgmma in it (whose machine code is
 compressed there). Fast-path kernels should not use the stack, where spilled registers go: the end
 of the file lists those that do, and --check reports any other kernel or any more bytes. With
---ninja-log FILE the compile times of the units are printed as well. Dynamic shared memory is not in
-the machine code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan` reports
-it.
+--ninja-log FILE the compile times of the instances are printed as well. Dynamic shared memory is
+not in the machine code: it follows from the tiles of src/cuda/arch/tables.h, and `tilewise_plan`
+reports it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Key:
     head_dim_v: int  # wgmma only; 0: equal to head_dim
     form: str
 
-    def unit(self) -> tuple[object, ...]:
+    def instance(self) -> tuple[object, ...]:
         """The kernels that are compiled together with this one."""
         return (self.sm, self.family, self.table, self.element, self.head_dim, self.head_dim_v)
 
@@ -286,18 +286,20 @@ def of_families(families: Families) -> list[str]:
 
 
 def compile_times(log: str) -> list[str]:
-    """One line per family from a build's .ninja_log: the seconds that its units took in total."""
+    """One line per family from a build's .ninja_log: the seconds that its instances took."""
     seconds: dict[str, dict[str, float]] = {}
     for line in log.splitlines():
         cells = line.split("\t")
-        unit = re.search(r"/cuda/(wgmma|mma_sync|simt)_\w+\.cu\.o$", cells[3] if cells[3:] else "")
-        if unit:  # the last line of a unit is the newest
-            seconds.setdefault(unit[1], {})[cells[3]] = (int(cells[1]) - int(cells[0])) / 1e3
+        instance = re.search(
+            r"/cuda/(wgmma|mma_sync|simt)_\w+\.cu\.o$", cells[3] if cells[3:] else ""
+        )
+        if instance:  # the last line of an instance is the newest
+            seconds.setdefault(instance[1], {})[cells[3]] = (int(cells[1]) - int(cells[0])) / 1e3
     return [
-        f"{family}: {len(units)} units, {sum(units.values()):.0f} s of compiling"
+        f"{family}: {len(instances)} instances, {sum(instances.values()):.0f} s of compiling"
         + (f" (goal of all: {LONGEST_FAMILY[family]} s on two cores)"
            if family in LONGEST_FAMILY else "")
-        for family, units in sorted(seconds.items())
+        for family, instances in sorted(seconds.items())
     ]  # fmt: skip
 
 
@@ -350,8 +352,8 @@ def parse_text(text: str) -> tuple[Ledger, str]:
 
 
 def with_part(now: Ledger, nvcc: str, text: str) -> str:
-    """The text of a ledger file in which the units of `now` are replaced. The lines about the whole
-    library stay as they are.
+    """The text of a ledger file in which the instances of `now` are replaced. The lines about the
+    whole library stay as they are.
 
     Raises:
         LedgerError: The file is of another compiler.
@@ -359,8 +361,8 @@ def with_part(now: Ledger, nvcc: str, text: str) -> str:
     before, their_nvcc = parse_text(text)
     if their_nvcc != nvcc:
         raise LedgerError(f"the ledger is of nvcc {their_nvcc}, but this is nvcc {nvcc}")
-    units = {key.unit() for key in now}
-    kept = {key: cost for key, cost in before.items() if key.unit() not in units}
+    instances = {key.instance() for key in now}
+    kept = {key: cost for key, cost in before.items() if key.instance() not in instances}
     of_whole = re.findall(r"^# ((?:library|\w+:) .* bytes\b.*)$", text, re.MULTILINE)
     return text_of({**kept, **now}, nvcc, of_whole)
 
@@ -388,13 +390,13 @@ def faults(now: Ledger, before: Ledger, library_bytes: int, families: Families) 
 
 
 def differences(now: Ledger, before: Ledger, *, part: bool = False) -> list[str]:
-    """One line per difference; only GPUs (with `part`, units) that `now` has code for are
+    """One line per difference; only GPUs (with `part`, instances) that `now` has code for are
     compared.
     """
     found = []
-    gpus, units = {key.sm for key in now}, {key.unit() for key in now}
+    gpus, instances = {key.sm for key in now}, {key.instance() for key in now}
     for key in sorted({*now, *before}):
-        if key.sm not in gpus or (part and key.unit() not in units):
+        if key.sm not in gpus or (part and key.instance() not in instances):
             continue
         if key not in now or key not in before:
             found.append(f"{key}: {'gone' if key not in now else 'new'}")
@@ -416,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, help="the library, or object files")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--part", action="store_true", help="only some units are in the files")
+    parser.add_argument("--part", action="store_true", help="only some instances are in the files")
     parser.add_argument("--ledger", type=Path, default=LEDGER, metavar="FILE")
     parser.add_argument("--ninja-log", type=Path, metavar="FILE", help=".ninja_log of the build")
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attentio
   a.bias_stride_row = stride_of(bias, 2);
   a.bias_dtype = element_type(bias, "bias");
   if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype)
-    invalid("bias has torch scalar type " + std::to_string(dtype_of(bias)) +
+    invalid("bias has dtype " + dtype_text(dtype_of(bias)) +
             ", but must be float32 or the dtype of q");
 }
 

@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <array>
+#include <utility>
 #include <vector>
 
 namespace tilewise::torch_binding {
@@ -63,14 +64,34 @@ int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
+std::string dtype_text(int32_t dtype) {
+  const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_bool(), "bool"},
+  };
+  for (const auto& [number, name] : names)
+    if (number == dtype) return name;
+  return "number " + std::to_string(dtype) + " of c10::ScalarType";
+}
+
 tilewise_dtype element_type(const Tensor& tensor, const char* name) {
   const int32_t dtype = dtype_of(tensor);
   if (dtype == aoti_torch_dtype_float32()) return TILEWISE_FLOAT32;
   if (dtype == aoti_torch_dtype_float16()) return TILEWISE_FLOAT16;
   if (dtype == aoti_torch_dtype_bfloat16()) return TILEWISE_BFLOAT16;
   if (dtype == aoti_torch_dtype_float8_e4m3fn()) return TILEWISE_FLOAT8_E4M3;
-  invalid(std::string(name) + " has an unsupported dtype (torch scalar type " +
-          std::to_string(dtype) + "); allowed are float32, float16 and bfloat16");
+  invalid(std::string(name) + " has dtype " + dtype_text(dtype) +
+          ", but must be float32, float16 or bfloat16");
 }
 
 void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
@@ -89,8 +110,8 @@ void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<
 
 void expect_dtype(const Tensor& tensor, const char* name, int32_t dtype, const char* allowed) {
   if (dtype_of(tensor) != dtype)
-    invalid(std::string(name) + " has torch scalar type " + std::to_string(dtype_of(tensor)) +
-            ", but must be " + allowed);
+    invalid(std::string(name) + " has dtype " + dtype_text(dtype_of(tensor)) + ", but must be " +
+            allowed);
 }
 
 void expect_place(const Tensor& tensor, const char* name, const Place& place) {

@@ -53,6 +53,8 @@ struct Place {
 };
 Place place_of(const Tensor& tensor);
 int32_t dtype_of(const Tensor& tensor);
+// The name of a torch dtype, for error messages.
+std::string dtype_text(int32_t dtype);
 
 // The library's dtype for a torch dtype; `name` is the argument, for the error message.
 tilewise_dtype element_type(const Tensor& tensor, const char* name);

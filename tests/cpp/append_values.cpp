@@ -164,16 +164,16 @@ struct Case {
 
   // Element `column` of a head rotated at `position`.
   double rotated(const T* head, int64_t column, int64_t position) const {
-    const double own = to_float(head[column]);
-    if (!rotates || column >= a.rotary_dim) return own;
+    const double element = to_float(head[column]);
+    if (!rotates || column >= a.rotary_dim) return element;
     const int64_t half = a.rotary_dim / 2;
     const bool second = a.rotary_interleaved ? column % 2 == 1 : column >= half;
     const int64_t pair = a.rotary_interleaved ? column / 2 : column % half;
     const int64_t step = a.rotary_interleaved ? 1 : half;
-    const double other = to_float(head[second ? column - step : column + step]);
+    const double partner = to_float(head[second ? column - step : column + step]);
     const auto at = static_cast<size_t>(position * half + pair);
     const double c = to_float(cosine[at]), s = to_float(sine[at]);
-    return second ? other * s + own * c : own * c - other * s;
+    return second ? partner * s + element * c : element * c - partner * s;
   }
 
   int64_t cache_row(int64_t b, int64_t position) const {

@@ -8,12 +8,12 @@ be exact. The term is a few units of rounding of the summed terms, whose size th
 
 The bound of the fp32 forward has a floor instead, and no absolute term. An element of out is the
 sum of p_ij v_j over the keys, and the relative error of p_ij is the absolute error of its score.
-Scores of the tests stay below 8, where fp32 rounds by 4 units, and they are rounded three times: as
-the product, by scale or softcap, and as the exponent. Such errors add up like the norm of the
-terms, so any fp32 computation may be off by 12 units of the largest norm of any element. In a large
-tensor some element exceeds that norm, and 1e-6 of it is the bound; the floor is above that only
-where all of a few elements cancel to below 0.7 of the norm, as with one column of v with both
-signs.
+Scores of the tests stay below 8, where fp32 rounds by up to 4 units of 2^-24, and they are rounded
+three times: as the product, by scale or softcap, and as the exponent. Such errors add up like the
+norm of the terms, so any fp32 computation may be off by 12 units of the largest norm of any
+element. A large tensor has an element above that norm, so 1e-6 of the largest element is its bound.
+The floor is the larger of the two only if the tensor has few elements and the terms of each cancel
+to less than 0.7 of the norm, as with one column of v with both signs.
 """
 
 from __future__ import annotations

@@ -223,15 +223,15 @@ def test_family_bytes_are_those_of_its_fat_binaries():
     assert tool.code_bytes(elf((".text.f", bytes(48)), (".nv.info", bytes(8)))) == {"f": 48}
 
 
-def test_compile_times_use_the_last_build_of_each_unit():
+def test_compile_times_use_the_last_build_of_each_instance():
     log = "# ninja log v5\n"
-    for begin, end, unit in ((0, 9000, "wgmma_sm90a_f16_d64"), (0, 4000, "mma_sync_sm90_f16_d64"),
+    for begin, end, name in ((0, 9000, "wgmma_sm90a_f16_d64"), (0, 4000, "mma_sync_sm90_f16_d64"),
                              (500, 3000, "wgmma_sm90a_f16_d64"), (0, 4500, "wgmma_sm90a_f16_d96"),
                              (0, 800, "common")):  # fmt: skip
-        log += f"{begin}\t{end}\t1\tCMakeFiles/x.dir/cuda/{unit}.cu.o\tabc\n"
+        log += f"{begin}\t{end}\t1\tCMakeFiles/x.dir/cuda/{name}.cu.o\tabc\n"
     assert tool.compile_times(log) == [
-        "mma_sync: 1 units, 4 s of compiling",
-        "wgmma: 2 units, 7 s of compiling (goal of all: 180 s on two cores)",
+        "mma_sync: 1 instances, 4 s of compiling",
+        "wgmma: 2 instances, 7 s of compiling (goal of all: 180 s on two cores)",
     ]
 
 

@@ -28,7 +28,7 @@ TILEWISE_DEVICE int32_t keys_in_use(const ForwardParams& params, int32_t sequenc
 
 // Chooses the chunk size of a batch and maps chunk numbers to sequences. Whole warps call every
 // function; a lane adds up a run of consecutive sequences. The loops are barely unrolled because a
-// kernel that has just started waits for each line of instructions.
+// kernel that has just started waits for each line of instructions to be fetched.
 class BatchChunks {
  public:
   TILEWISE_DEVICE explicit BatchChunks(const ForwardParams& p)

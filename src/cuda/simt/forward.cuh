@@ -48,7 +48,7 @@ struct Forward {
   }
 
   // Turns products into scores in natural units, rounded to fp32 as in the backward. The scores of
-  // masked pairs become -inf; with `masked` there may be some (Step).
+  // masked pairs become -inf; without `masked` no pair of this step is masked (Step).
   TILEWISE_DEVICE void finish_scores(Block& score, int64_t first_key, bool masked) const {
     if (!general) {
       const float scale = shared().score_mod.score.scale;
