@@ -111,7 +111,7 @@ class Nvrtc:
         library.nvrtcCreateProgram(
             ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
         )
-        encoded = (ctypes.c_char_p * len(options))(*[each.encode() for each in options])
+        encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
         status = library.nvrtcCompileProgram(program, len(options), encoded)
         if status != 0:
             raise RuntimeError(self.text(program, "ProgramLog").decode())

@@ -99,9 +99,9 @@ def faults(wheel: Path) -> Iterator[str]:
                 continue
             needed, paths = dynamic(Path(archive.extract(name, folder)))
             allowed = [SYSTEM, TORCH] if "torch" in name else [SYSTEM]
-            for each in needed:
-                if not any(pattern.match(each) for pattern in allowed):
-                    yield f"{name} needs {each}"
+            for library in needed:
+                if not any(pattern.match(library) for pattern in allowed):
+                    yield f"{name} needs {library}"
             if [path for path in paths if path != "$ORIGIN"]:
                 yield f"{name} looks for libraries in {paths}: only $ORIGIN is allowed"
 

@@ -53,7 +53,7 @@ def is_allowed(path: PurePosixPath, names: list[str]) -> bool:
     """Whether the file belongs to a family, is the list, or has an allowance."""
     if path == _LIST or any(path.is_relative_to(f"src/cuda/{name}") for name in names):
         return True
-    return any(path.is_relative_to(each) for each in ALLOWED)
+    return any(path.is_relative_to(allowed) for allowed in ALLOWED)
 
 
 def check(root: Path, file: Path) -> Iterator[Finding]:

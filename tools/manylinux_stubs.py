@@ -80,13 +80,16 @@ def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Sy
     own: Symbols = {}
     moved: Symbols = {}
     for name, found in versions.items():
-        allowed = [each for each in found
-                   if number(each[1]) <= limits.get(each[1].partition("_")[0], (0,))]  # fmt: skip
+        allowed = []
+        for kind, version in found:
+            newest = limits.get(version.partition("_")[0], (0,))
+            if number(version) <= newest:
+                allowed.append((kind, version))
         if not allowed:
             continue
         merged = limits["GLIBC"] < MERGED and any(v == "GLIBC_2.34" for _, v in found)
         to = moved if merged else own
-        to[name] = max(allowed, key=lambda each: number(each[1]))
+        to[name] = max(allowed, key=lambda symbol: number(symbol[1]))
     return own, moved
 
 
@@ -119,7 +122,7 @@ def write_folder(folder: Path, limits: dict[str, tuple[int, ...]], compiler: str
     libc, moved = newest_allowed(system("libc.so.6"), limits)
     write_stub(folder / "libc.so.6", "libc.so.6", libc, compiler)
     for soname, beginnings in MOVED.items():
-        own = {name: each for name, each in moved.items() if name.startswith(beginnings)}
+        own = {name: version for name, version in moved.items() if name.startswith(beginnings)}
         write_stub(folder / soname.rpartition(".")[0], soname, own, compiler)
     for soname, file in (("libm.so.6", "libm.so"), ("libstdc++.so.6", "libstdc++.so.6")):
         own, _ = newest_allowed(system(soname), limits)

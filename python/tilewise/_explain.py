@@ -141,11 +141,12 @@ _Problem: TypeAlias = _Dense | Sequences | _Cached
 
 def _refuse_foreign(function: Callable[..., Any], given: dict[str, Any]) -> None:
     """Refuses arguments that differ from their default although the function does not take them."""
-    accepted, own = (inspect.signature(each).parameters for each in (function, explain))
+    accepted = inspect.signature(function).parameters
+    defaults = inspect.signature(explain).parameters
     for name, value in given.items():
         if name in accepted:
             continue
-        default = own[name].default
+        default = defaults[name].default
         if value is not None if default is None else value != default:
             raise ValueError(f"{name} is given, but {function.__name__} has no such argument")
 

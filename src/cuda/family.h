@@ -16,7 +16,7 @@ struct SmRange {
   constexpr bool contains(int32_t sm) const { return first <= sm && sm <= last; }
 };
 
-// The GPU and the build that a plan is for. Tests plan for GPUs and builds that they do not have.
+// The GPU and the build that a plan is for. In tests, neither has to be the one that they run on.
 struct Target {
   const Gpu& gpu;
   const Registry& registry;
@@ -26,8 +26,8 @@ struct Target {
 struct FamilyRow {
   FamilyFacts facts;
 
-  // GPUs with its instructions. A family with a last one is for one generation of GPUs: on others,
-  // and for dtypes that it does not compute, no explanation mentions it.
+  // GPUs with its instructions. If `last` is given, the family is for one generation of GPUs:
+  // explain() does not mention it on other GPUs, nor for dtypes that it does not compute.
   SmRange sm;
 
   // The tile table (arch/) of a GPU; 0 for a family without tables.
@@ -44,9 +44,8 @@ struct FamilyRow {
   // workspace is GPU memory of at least plan.workspace_bytes, aligned to 64 bytes.
   void (*launch)(const Request& request, const Plan& plan, void* workspace);
 
-  // The role of completing results of other families: the kernels whose general form computes the
-  // tiles that their kernels flag (Flags in params.h); null if the registry has none. The function
-  // is null for families without that role.
+  // The kernels that recompute tiles which kernels of other families have flagged (Flags in
+  // params.h); returns null if the registry has none. Only one family has this function.
   const KernelSet* (*recompute_kernels)(const Request& request, const Target& target) = nullptr;
 
   constexpr bool is_of_one_generation() const { return sm.last != SmRange::kAnyLater; }

@@ -1,6 +1,6 @@
-// What is known to have happened before what, beyond barriers of the block and the warp: vector
-// clocks of the threads for the orders that come from mbarriers and named barriers, and the fences
-// between the generic and the asynchronous proxy.
+// Vector clocks of the threads of a block: what each knows to have happened before, through
+// mbarriers, named barriers, and fences between the generic and the asynchronous proxy. The orders
+// that barriers of the whole block or of a warp imply are kept elsewhere (Moment).
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ class Clocks {
   void release(int thread, uint32_t now, uint32_t warp_barrier, Clock& to) const;
   void acquire(int thread, const Clock& from);
   void note_copies(Clock& clock, int copier, uint32_t now) const;
-  // From now on, threads begin to end - 1 (a warp or the block) all know the same.
+  // Each of the threads begin to end - 1 (a warp or the block) learns what any of them knows.
   void join(int begin, int end);
 
   bool knows(int thread, int actor, uint32_t time) const {

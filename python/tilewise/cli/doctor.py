@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         return show_provenance(options.json)
     sets = system.instruction_sets()
     isas = [name for name, available in sets if available]
-    gpus = [f"gpu{each['index']}" for each in gpu.gpus()[0]]
+    gpus = [f"gpu{device['index']}" for device in gpu.gpus()[0]]
     if options.isa:
         if options.isa not in isas + gpus:
             raise ValueError(
@@ -118,7 +118,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         "forced_by": os.environ.get("TILEWISE_CPU"),
         "kernels": system.kernels(),
         "serves": planned,
-        "gpu_serves": {each["index"]: gpu.planned_kernels(each["index"]) for each in gpus},
+        "gpu_serves": {device["index"]: gpu.planned_kernels(device["index"]) for device in gpus},
     }
 
 
@@ -207,19 +207,19 @@ def show(facts: dict[str, Any]) -> None:
 def gpu_lines(facts: dict[str, Any]) -> list[str]:
     """Lines that describe the GPUs and the CUDA code in the library."""
     lines = []
-    for each in facts["device"]["gpus"]:
-        memory = f", {each['memory_bytes'] / 1e9:.0f} GB" if each["memory_bytes"] else ""
-        label = f"GPU {each['index']}"
+    for device in facts["device"]["gpus"]:
+        memory = f", {device['memory_bytes'] / 1e9:.0f} GB" if device["memory_bytes"] else ""
+        label = f"GPU {device['index']}"
         lines.append(
-            f"{label:18}{each['name']}: sm_{each['sm']}, {each['multiprocessors']} "
-            f"SMs, {each['shared_bytes'] // 1024} KB of shared memory per block, "
-            f"{each['l2_bytes'] / 2**20:.0f} MB L2{memory}"
+            f"{label:18}{device['name']}: sm_{device['sm']}, {device['multiprocessors']} "
+            f"SMs, {device['shared_bytes'] // 1024} KB of shared memory per block, "
+            f"{device['l2_bytes'] / 2**20:.0f} MB L2{memory}"
         )
         forced = os.environ.get("TILEWISE_FORCE_ARCH")
-        tiles = f"tiles of {gpu.table_name(each['table'])}"
+        tiles = f"tiles of {gpu.table_name(device['table'])}"
         tiles += " (TILEWISE_FORCE_ARCH)" if forced else ""
         code = [
-            f"{name}: {'yes' if each[key] else 'NOT in this build'}"
+            f"{name}: {'yes' if device[key] else 'NOT in this build'}"
             for name, key in (("tensor cores", "tensor_cores"), ("fp32 units", "plain_cores"))
         ]
         lines.append(f"{'':18}{tiles}; kernels for {', for '.join(code)}")
