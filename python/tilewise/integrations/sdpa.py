@@ -1,10 +1,10 @@
-"""Tilewise as the implementation of ``torch.nn.functional.scaled_dot_product_attention``.
+"""Tilewise as the implementation of PyTorch's operators of flash attention.
 
     import tilewise.integrations.sdpa
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     activate_flash_attention_impl("tilewise")
-    ...  # every flash attention of scaled_dot_product_attention, forward and backward
+    ...  # scaled_dot_product_attention, varlen_attn and nested tensors, forward and backward
     restore_flash_attention_impl()
 
 The import only registers the name (PyTorch 2.11 and newer). Once it is activated, the operators of
@@ -13,11 +13,15 @@ PyTorch's flash backend run on Tilewise: ``aten::_scaled_dot_product_flash_atten
 chooses the backend of a call; ``torch.nn.attention.sdpa_kernel`` limits the choice. PyTorch's own
 kernels compute float64 and ``return_debug_mask``.
 
+``aten::_flash_attention_forward`` and its backward run on Tilewise as well, on CUDA and also on the
+CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
+
 With dropout, a forward and its backward must run on the same implementation.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -34,6 +38,7 @@ from torch.nn import attention as _registry
 from tilewise import _ops, _torch
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._request import Request
+from tilewise.integrations import _flash_attention
 
 NAME = "tilewise"
 
@@ -182,25 +187,90 @@ def _cpu_backward(
     return backward(grad_out, query, key, value, out, logsumexp, no_state, call)
 
 
+class Operator(NamedTuple):
+    """A replacement of an operator, whose parameters have the names of the schema."""
+
+    keys: tuple[str, ...]  # dispatch keys
+    function: Callable[..., Any]
+    results: int
+
+
 _FLASH = "_scaled_dot_product_flash_attention"
-OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
-    _FLASH: ("CUDA", _cuda_forward),
-    f"{_FLASH}_backward": ("CUDA", _cuda_backward),
-    f"{_FLASH}_for_cpu": ("CPU", _cpu_forward),
-    f"{_FLASH}_for_cpu_backward": ("CPU", _cpu_backward),
-}
+_VARLEN = "_flash_attention"
+_BOTH = ("CUDA", "CPU")
+# Either all operators of a group are replaced or none, since a backward takes what its forward
+# returns. PyTorch 2.11 has no `_no_dropout_inplace`.
+GROUPS: tuple[dict[str, Operator], ...] = (
+    {
+        _FLASH: Operator(("CUDA",), _cuda_forward, 9),
+        f"{_FLASH}_backward": Operator(("CUDA",), _cuda_backward, 3),
+    },
+    {
+        f"{_FLASH}_for_cpu": Operator(("CPU",), _cpu_forward, 2),
+        f"{_FLASH}_for_cpu_backward": Operator(("CPU",), _cpu_backward, 3),
+    },
+    {
+        f"{_VARLEN}_forward": Operator(_BOTH, _flash_attention.forward_operator, 5),
+        f"{_VARLEN}_backward": Operator(_BOTH, _flash_attention.backward_operator, 3),
+        f"{_VARLEN}_forward_no_dropout_inplace": Operator(
+            _BOTH, _flash_attention.forward_into_operator, 1
+        ),
+    },
+)
 
 
-def _with_fallback(original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that runs ours for the dtypes and head dimensions it supports, else PyTorch's."""
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str]]:
+    """The names of the positional and of the keyword parameters."""
+    given = inspect.signature(function).parameters.values()
+    positional = [x.name.lstrip("_") for x in given if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return positional, {x.name for x in given if x.kind is x.KEYWORD_ONLY}
+
+
+def unknown_signature(schema: Any, operator: Operator) -> str | None:
+    """Why an operator with this schema cannot be replaced, or None.
+
+    Keywords that only the schema has do not matter here: a call that gives one falls back.
+    """
+    positional, _ = _parameters(operator.function)
+    given = [x.name for x in schema.arguments if not x.kwarg_only]
+    if given != positional:
+        return f"it takes ({', '.join(given)}), but ({', '.join(positional)}) is known"
+    if len(schema.returns) != operator.results:
+        return f"it returns {len(schema.returns)} values, but {operator.results} are known"
+    return None
+
+
+def _with_fallback(name: str, ours: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """A kernel that runs ours for calls it supports, else PyTorch's, which may be None."""
+    positional, known = _parameters(ours)
+    names = {x: i for i, x in enumerate(positional)}
+    debug = names.get("return_debug_mask", len(names))
+    warned = False
 
     def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal warned
         tensor = arguments[0]
-        debug = ours is _cuda_forward and (
-            options.get("return_debug_mask") or arguments[5:6] == (True,)
-        )
-        if tensor.dtype in _DTYPES and tensor.shape[-1] <= MAX_HEAD_DIM and not debug:
+        unknown = sorted(options.keys() - known)
+        if (
+            not unknown
+            and tensor.dtype in _DTYPES
+            and tensor.shape[-1] <= MAX_HEAD_DIM
+            and arguments[debug : debug + 1] != (True,)
+        ):
             return ours(*arguments, **options)
+        if unknown and not warned:
+            warned = True
+            warnings.warn(
+                f"aten::{name} is called with {', '.join(unknown)}, which Tilewise does not know: "
+                "PyTorch's own kernel computes such calls",
+                stacklevel=2,
+            )
+        if original is None:
+            raise NotImplementedError(
+                f"aten::{name} has no kernel of PyTorch for the CPU, and Tilewise computes only "
+                f"float32, float16 and bfloat16 with head_dim up to {MAX_HEAD_DIM}, without "
+                "return_debug_mask"
+            )
         return original.call_boxed(keys, *arguments, **options)
 
     return kernel
@@ -211,11 +281,30 @@ class _Active:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")
-        for name, (key, ours) in OPERATORS.items():
-            operator = getattr(torch.ops.aten, name).default
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+        for group in GROUPS:
+            present = {x: y for x, y in group.items() if hasattr(torch.ops.aten, x)}
+            reasons = {
+                name: reason
+                for name, operator in present.items()
+                if (reason := unknown_signature(_overload(name)._schema, operator))
+            }
+            for name, reason in reasons.items():
+                warnings.warn(
+                    f"PyTorch {torch.__version__} keeps its own kernel of aten::{name}: {reason}",
+                    stacklevel=2,
+                )
+            if not reasons:
+                for name, operator in present.items():
+                    self._replace(name, operator)
+
+    def _replace(self, name: str, operator: Operator) -> None:
+        for key in operator.keys:
+            original = None
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                original = torch.library.get_kernel(_overload(name), key)
+            elif key == "CUDA":
                 continue  # this PyTorch has no CUDA
-            kernel = _with_fallback(torch.library.get_kernel(operator, key), ours)
+            kernel = _with_fallback(name, operator.function, original)
             with warnings.catch_warnings():  # PyTorch warns of the override, which is intended
                 warnings.simplefilter("ignore", UserWarning)
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
@@ -225,6 +314,10 @@ class _Active:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+
+
+def _overload(name: str) -> Any:
+    return getattr(torch.ops.aten, name).default
 
 
 def register() -> None:
