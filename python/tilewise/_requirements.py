@@ -23,6 +23,7 @@ PACKAGES = {
     "torch": Package("PyTorch", (2, 10)),
     # Older versions describe packed sequences and continuous batching differently.
     "transformers": Package("Transformers", (5, 20)),
+    "diffusers": Package("Diffusers", (0, 42)),
 }
 
 
