@@ -25,7 +25,7 @@ from kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/performance.md", "docs/decode.md")
+PAGES = ("README.md", "docs/performance.md", "docs/decode.md", "docs/distributed.md")
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -51,7 +51,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def length(keys: int) -> str:
-    """1024 as 1k."""
+    """1024 as 1k, 2^20 as 1M."""
+    if keys % 2**20 == 0:
+        return f"{keys // 2**20}M"
     return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
 
 
@@ -150,6 +152,57 @@ def cpu(rows: list[Row]) -> str:
     )
 
 
+def _problem(row: Row) -> str:
+    """The problem of a point of distributed attention."""
+    mask = "causal" if row["causal"] else "full"
+    return f"{mask}, {length(row['seqlen'])}, {row['heads']} heads over {row['heads_kv']}"
+
+
+def predicted_host(points: list[Row]) -> str:
+    """Predicted efficiency of distributed attention on 2 and 4 GPUs, by method."""
+    found: dict[str, list[str]] = {}
+    for row in (p for p in points if p["gpus"] <= 4):
+        cells = found.setdefault(_problem(row), [])
+        cells += [f"{row['efficiency'][m]:.3f}" for m in ("ulysses", "allgather")]
+    head = [f"{gpus} GPUs, {m}" for gpus in (2, 4) for m in ("ulysses", "allgather")]
+    return markdown(["", *head], ([name, *cells] for name, cells in found.items()))
+
+
+def predicted_many(points: list[Row]) -> str:
+    """Predicted efficiency on 8 to 1024 GPUs by the best method, and its name."""
+    points = [p for p in points if p["gpus"] > 4]
+    columns = sorted({(p["island"], p["seqlen"]) for p in points})
+
+    def cell(row: Row) -> str:
+        return f"{row['efficiency'][row['best']]:.2f} {row['best'].replace('mesh of ', '')}"
+
+    found: dict[tuple[int, int, int], dict[tuple[int, int], str]] = {}
+    for row in points:
+        line = found.setdefault((row["heads"], row["heads_kv"], row["gpus"]), {})
+        line[row["island"], row["seqlen"]] = cell(row)
+    return markdown(
+        ["heads", "GPUs", *(f"{length(s)}, islands of {island}" for island, s in columns)],
+        (
+            [f"{heads} over {heads_kv}", str(gpus), *(line[column] for column in columns)]
+            for (heads, heads_kv, gpus), line in found.items()
+        ),
+    )
+
+
+def compared(rows: list[Row]) -> str:
+    """Points measured before exchanges overlapped, beside the prediction without overlap."""
+    head = ["4 GPUs", "method", "measured", "predicted without overlap", "time that it lacks",
+            "predicted with overlap"]  # fmt: skip
+    return markdown(
+        head,
+        (
+            [_problem(r), r["method"], f"{r['measured']:.2f}", f"{r['without_overlap']:.2f}",
+             f"{r['missing_ms']:.1f} ms", f"{r['with_overlap']:.2f}"]
+            for r in rows
+        ),
+    )  # fmt: skip
+
+
 def source(name: str, text: str) -> str:
     """A table with the file that it comes from, its device and its date."""
     data = load(name)
@@ -178,6 +231,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": table("bench-h100-options.json", options),
     "decoding": table("bench-h100-decode.json", decoding),
     "cpu-amx": table("cpu-amx.json", cpu, "attention"),
+    "distributed-host": table("distributed-prediction.json", predicted_host, "points"),
+    "distributed-many": table("distributed-prediction.json", predicted_many, "points"),
+    "distributed-compared": table("distributed-prediction.json", compared, "compared"),
 }
 
 

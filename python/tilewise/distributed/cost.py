@@ -1,0 +1,128 @@
+"""The time that a method takes: a model of the bytes, messages and products of the busiest rank.
+
+The first group of heads travels before anything is computed; the other groups travel meanwhile.
+``method="auto"`` and bench/distributed_model.py use the same formulas.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from . import allgather, ulysses
+from .keys import AllCalls, moved_keys
+from .layout import Runs
+from .ulysses import key_heads, query_heads
+
+
+class Speeds(NamedTuple):
+    """The bytes that a rank receives and its operations, per second, and the cost of a message."""
+
+    bytes: float
+    flops: float
+    message: float  # seconds
+
+
+CPU = Speeds(2e9, 1e11, 1e-4)  # gloo on one host, a few cores; assumed
+# NCCL over NVLink, forward and backward in bf16 on an H200: docs/results/distributed-links.json has
+# the sources. The cost of a message is assumed.
+GPU = Speeds(3.7e11, 6.8e14, 2e-6)
+
+
+class Shape(NamedTuple):
+    """The properties of a call that decide its cost, besides the cut of the sequence."""
+
+    batch: int
+    heads: tuple[int, int]  # of queries, of keys
+    columns: tuple[int, int]  # of q and k, of v
+    element_size: int  # bytes
+    device: torch.device
+    differentiable: bool
+    return_lse: bool = False
+
+
+class Cut(Protocol):
+    """The part of ``problem.Cut`` that the cost depends on."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of rows of each rank."""
+
+    @property
+    def keys(self) -> list[int]:
+        """The number of keys of each rank."""
+
+    def pairs(self) -> list[int]:
+        """The number of (row, key) pairs that the rows of each rank see."""
+
+    def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
+        """The runs of keys and the calls of each rank, for "allgather"."""
+
+
+class Work(NamedTuple):
+    """The busiest rank's work, with the backward if the call is differentiable."""
+
+    bytes: float  # received
+    messages: int
+    flops: float
+    groups: int  # of heads, of which one is computed while the next one travels
+
+
+def seconds(moving: float, computing: float, groups: int) -> float:
+    """The time of a pipeline of groups: moving is hidden, except of the first group."""
+    return moving / groups + max(moving * (groups - 1) / groups, computing)
+
+
+def predicted(work: Work, speeds: Speeds) -> float:
+    """The time of the busiest rank in seconds."""
+    moving = work.bytes / speeds.bytes + work.messages * speeds.message
+    return seconds(moving, work.flops / speeds.flops, work.groups)
+
+
+def _flops(shape: Shape, pairs: int, heads: int) -> float:
+    # The backward has 5 products for the forward's 2.
+    passes = 3.5 if shape.differentiable else 1.0
+    return 2.0 * sum(shape.columns) * shape.batch * pairs * heads * passes
+
+
+def ulysses_work(shape: Shape, cut: Cut) -> Work:
+    """The work of "ulysses"."""
+    rows, keys, (heads_q, heads_kv) = cut.rows, cut.keys, shape.heads
+    world, (d, dv) = len(rows), shape.columns
+    of_q = [len(own) for own in query_heads(heads_q, world)]
+    of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
+    copies, size_q, size_k = sum(of_kv), sum(rows), sum(keys)
+    worst = 0.0
+    for rank in range(world):
+        other_rows, other_keys = size_q - rows[rank], size_k - keys[rank]
+        other_heads = heads_q - of_q[rank]
+        total = other_rows * of_q[rank] * d + other_keys * of_kv[rank] * (d + dv)  # q, k, v
+        total += rows[rank] * other_heads * dv  # out
+        if shape.differentiable:
+            total += other_rows * of_q[rank] * dv + rows[rank] * other_heads * d  # dout, dq
+            total += keys[rank] * (copies - of_kv[rank]) * (d + dv)  # dk, dv
+        size = float(total * shape.element_size)
+        if shape.return_lse:  # lse and its gradient, in float32
+            size += 4.0 * rows[rank] * other_heads
+            size += 4.0 * other_rows * of_q[rank] if shape.differentiable else 0.0
+        worst = max(worst, size)
+    groups = ulysses.groups(size_q, shape.batch, shape.heads, world, shape.device)
+    messages = (4 if shape.differentiable else 2) * groups * (world - 1)
+    flops = _flops(shape, sum(cut.pairs()), max(of_q))
+    return Work(worst * shape.batch, messages, flops, groups)
+
+
+def allgather_work(shape: Shape, cut: Cut) -> Work:
+    """The work of "allgather"."""
+    heads_q, heads_kv = shape.heads
+    columns = shape.batch * heads_kv * sum(shape.columns)
+    keys, calls = cut.calls()
+    rows = max(
+        2 * to + back if shape.differentiable else to for to, back in moved_keys(keys, calls)
+    )
+    received = float(rows * columns * shape.element_size)
+    world = len(keys)
+    groups = allgather.groups(sum(cut.rows), shape.batch, shape.heads, world, shape.device)
+    messages = (3 if shape.differentiable else 1) * groups * (world - 1)
+    return Work(received, messages, _flops(shape, max(cut.pairs()), heads_q), groups)
