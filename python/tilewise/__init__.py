@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
         from ._library import c_library
 
         return c_library().tilewise_version().decode()
-    if name in ("nn", "compat", "distributed"):
+    if name in ("nn", "compat", "distributed", "jax"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

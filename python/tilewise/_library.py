@@ -1,4 +1,4 @@
-"""Finds and loads the two shared libraries: the C ABI, and the PyTorch adapter on top of it."""
+"""Finds and loads the shared libraries: the C ABI, and its adapters for PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -132,5 +132,26 @@ def load_torch_adapter() -> None:
         ) from None
     try:
         torch.ops.load_library(str(path))
+    except OSError as error:
+        raise _load_error(path, error) from None
+
+
+@functools.cache
+def jax_adapter() -> ctypes.CDLL:
+    """The adapter with the handlers of XLA's foreign function interface, loaded once.
+
+    Raises:
+        LibraryNotFoundError: the adapter is missing or cannot be loaded.
+    """
+    c_library()
+    try:
+        path = _path_of("libtilewise_jax")
+    except LibraryNotFoundError as error:
+        raise LibraryNotFoundError(
+            f"{error} It is built only if jaxlib's headers are installed: reinstall with "
+            "'pip install --no-build-isolation .' in an environment that has jaxlib."
+        ) from None
+    try:
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise _load_error(path, error) from None

@@ -154,6 +154,11 @@ def as_array(name: str, value: Any) -> Array:
         return value
     if _check.is_tensor(value):
         raise TypeError(f"{name} is a torch.Tensor, but must be an array: the two are not mixed")
+    if type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(
+            f"{name} is a jax.Array, but must be a torch.Tensor or an array of NumPy: "
+            "use tilewise.jax, which has the same functions for JAX, or pass numpy.asarray(...)"
+        )
     _refuse_other_memory(name, value)
     if hasattr(value, "__array__"):
         return np.asarray(value)

@@ -20,6 +20,7 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "numpy": Package("NumPy", (1, 24)),
+    "jax": Package("JAX", (0, 10)),
     "torch": Package("PyTorch", (2, 10)),
     # Older versions describe packed sequences and continuous batching differently.
     "transformers": Package("Transformers", (5, 20)),

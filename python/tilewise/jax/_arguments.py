@@ -1,0 +1,183 @@
+"""Checks the arguments of the public functions and converts them to a problem and its arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewise import _check
+from tilewise._request import Request, Sequences
+
+from ._problem import Problem
+
+Arrays = dict[str, Any]
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def as_array(name: str, value: Any) -> jax.Array:
+    """The value as a JAX array; refuses what JAX would convert to another dtype.
+
+    Raises:
+        TypeError: the value is neither a JAX array nor an array of NumPy.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
+        if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            raise TypeError(
+                f"{name} has dtype {value.dtype}, which JAX would convert: pass an array of the "
+                "dtype that is meant"
+            )
+        return jnp.asarray(value)
+    kind = "torch.Tensor" if _check.is_tensor(value) else type(value).__name__
+    raise TypeError(f"{name} is a {kind}, but must be a jax.Array or a NumPy array")
+
+
+def inputs(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> list[Any]:
+    """q, k and v as arrays of dtypes that go together."""
+    q, k, v = (as_array(name, x) for name, x in zip(names, (q, k, v), strict=True))
+    if str(q.dtype) not in _FLOATS:
+        raise TypeError(f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16")
+    _check.key_dtype(names[1], k.dtype, k.dtype, q.dtype)
+    _check.key_dtype(names[2], v.dtype, k.dtype, q.dtype)
+    return [q, k, v]
+
+
+def int32(name: str, value: Any, dims: tuple[int | None, ...]) -> jax.Array:
+    """An index array, which the kernels read as int32."""
+    array = as_array(name, value)
+    if array.dtype != jnp.int32:
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be int32")
+    _check.shape(name, array, dims, "see tilewise.attention_varlen")
+    return array
+
+
+def _float32(name: str, value: Any) -> jax.Array:
+    array = as_array(name, value)
+    if str(array.dtype) not in _FLOATS:
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be float32")
+    return array.astype(jnp.float32)
+
+
+def bias(value: Any, dtype: Any, scores: tuple[int, int, int | None, int | None]) -> jax.Array:
+    """The bias with four dimensions; each is that of the scores [B, Hq, rows, keys], or 1.
+
+    Rows and keys are None where the host does not know the lengths; ``dtype`` is that of q.
+    """
+    array = as_array("bias", value)
+    if array.dtype != jnp.float32 and array.dtype != dtype:
+        allowed = "float32" if dtype == jnp.float32 else f"float32 or {dtype}"
+        raise TypeError(f"bias has dtype {array.dtype}, but must be {allowed}")
+    _check.bias(array, *scores)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def full_keys(array: Any, keys: int) -> jax.Array:
+    """A bias with one column per key: kernels do not broadcast over keys."""
+    return jnp.broadcast_to(array, (*array.shape[:3], keys))
+
+
+def lengths(sequences: Sequences, batch: int) -> Arrays:
+    """The index arrays that are given."""
+    dims: dict[str, tuple[int | None, ...]] = {
+        "cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "seqused_q": (batch,),
+        "seqused_k": (batch,), "block_table": (batch, None),
+    }  # fmt: skip
+    given = {name: getattr(sequences, name) for name in dims}
+    return {name: int32(name, x, dims[name]) for name, x in given.items() if x is not None}
+
+
+def dropout_state(seed: Any) -> jax.Array:
+    """{seed, offset} as two 64-bit numbers, lower words first, in 32-bit words."""
+    if seed is None:
+        raise ValueError(
+            "dropout_seed is None, but dropout_p is positive: pass an integer or a key of "
+            "jax.random"
+        )
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        _check.shape("dropout_seed", seed, (), "one key of jax.random")
+        words = jax.random.bits(seed, (2,), jnp.uint32)
+    elif isinstance(seed, jax.Array):
+        if not jnp.issubdtype(seed.dtype, jnp.integer):
+            raise TypeError(
+                f"dropout_seed has dtype {seed.dtype}, but must be an integer or a key of "
+                "jax.random"
+            )
+        _check.shape("dropout_seed", seed, (), "one integer; a key is made by jax.random.key")
+        words = jnp.stack([seed.astype(jnp.uint32), jnp.uint32(0)])
+    else:
+        number = _check.integer("dropout_seed", seed, "an integer or a key of jax.random")
+        if not 0 <= number < 2**64:
+            raise ValueError(f"dropout_seed is {number}, but must be from 0 to 2**64 - 1")
+        words = jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
+    return jnp.concatenate([words, jnp.zeros(2, jnp.uint32)])
+
+
+def _scale(scale: Any, head_dim: int, arrays: Arrays) -> float:
+    """The scale, or 1 where an array of one element, which is added to ``arrays``, replaces it."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not isinstance(scale, (jax.Array, np.ndarray)):
+        return _check.scale_number(scale)
+    array = _float32("scale", scale)
+    if array.size != 1:
+        raise ValueError(f"scale has shape {list(array.shape)}, but must have one element")
+    arrays["scale_tensor"] = array.reshape(1)
+    return 1.0
+
+
+def problem(
+    arrays: Arrays,
+    batch: int,
+    request: Request,
+    dropout_seed: Any = None,
+    heads_first: bool = False,
+    **numbers: int,
+) -> Problem:
+    """The problem of the arrays, to which this adds those of the options.
+
+    Args:
+        arrays: q [..., heads, head_dim], k, v, index arrays and the bias, by the names of
+            ``OptionalFields``.
+        batch: The number of sequences.
+        request: The options.
+        dropout_seed: See ``attention``.
+        heads_first: Whether q, k and v are in "bhsd" order.
+        numbers: Bounds of lengths and the number of splits.
+    """
+    q, k = arrays["q"], arrays["k"]
+    heads = q.shape[1] if heads_first else q.shape[-2]
+    heads_kv = k.shape[1] if heads_first else k.shape[-2]
+    left, right = _check.window_bounds(request.causal, request.window)
+    if request.alibi_slopes is not None:
+        arrays["alibi_slopes"] = _float32("alibi_slopes", request.alibi_slopes)
+        _check.alibi(arrays["alibi_slopes"], batch, heads)
+    if request.sinks is not None:
+        arrays["sinks"] = _float32("sinks", request.sinks)
+        _check.shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
+    for name in ("k_descale", "v_descale"):
+        if getattr(request, name) is not None:
+            factors = _float32(name, getattr(request, name))
+            _check.descale(name, factors, _check.is_float8(k.dtype), batch, heads_kv)
+            arrays[name] = jnp.broadcast_to(factors, (batch, heads_kv))
+    dropout_p = _check.dropout(request.dropout_p)
+    if dropout_p > 0.0:
+        arrays["dropout_state"] = dropout_state(dropout_seed)
+    scale = _scale(request.scale, q.shape[-1], arrays)
+    return Problem(
+        options=tuple(name for name in arrays if name not in ("q", "k", "v")),
+        heads_first=heads_first,
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=_check.softcap(request.softcap),
+        dropout_p=dropout_p,
+        deterministic=_check.flag("deterministic", request.deterministic),
+        tf32=_check.flag("tf32", request.tf32),
+        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
+        **numbers,
+    )

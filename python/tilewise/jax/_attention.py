@@ -1,0 +1,173 @@
+"""The public functions of ``tilewise.jax`` besides ``dot_product_attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from tilewise import _check
+from tilewise._cache import CacheLayout, check_cache, common_length
+from tilewise._check import UNBOUNDED, Window
+from tilewise._request import Request, Sequences
+
+from . import _arguments, _autodiff
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = UNBOUNDED,
+    scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
+    sinks: Any = None, dropout_p: float = 0.0, dropout_seed: Any = None,
+    return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    layout: str = "bshd",
+) -> Any:  # fmt: skip
+    """``tilewise.attention`` on JAX arrays: exact attention of equal-length sequences.
+
+    Arguments, results and errors are those of ``tilewise.attention``, except for these:
+
+    Args:
+        q: Queries: a jax.Array or a NumPy array, also while JAX traces. So are k, v and options.
+        k: Keys.
+        v: Values.
+        dropout_seed: Decides which weights dropout_p drops, and must be given with it: an integer
+            from 0 to 2**64 - 1, a traced integer, or a key of jax.random. The same seed gives the
+            same bits; the bits of a row depend on its position in the batch.
+
+    Returns:
+        out, or (out, lse), both with derivatives in reverse mode: those of q, k, v, bias, sinks
+        and a scale that is an array.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or range.
+        NotImplementedError: no kernel of this build can run the problem on this device, or a
+            derivative is not defined.
+    """
+    heads_first = _check.heads_first(layout)
+    q, k, v = _arguments.inputs(q, k, v)
+    _check.dense(q, k, v, layout)
+    arrays = {"q": q, "k": k, "v": v}
+    if bias is not None:
+        rows, heads = (2, 1) if heads_first else (1, 2)
+        scores = (q.shape[0], q.shape[heads], q.shape[rows], k.shape[rows])
+        full = _arguments.bias(bias, q.dtype, scores)
+        arrays["bias"] = _arguments.full_keys(full, k.shape[rows])
+    request = Request(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+    )  # fmt: skip
+    problem = _arguments.problem(arrays, q.shape[0], request, dropout_seed, heads_first)
+    out, lse = _autodiff.attend(problem, arrays)
+    return (out, lse) if _check.flag("return_lse", return_lse) else out
+
+
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_q: Any = None,
+    seqused_k: Any = None, block_table: Any = None, causal: bool = False,
+    window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
+    dropout_seed: Any = None, return_lse: bool = False, deterministic: bool = False,
+    tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
+    v_descale: Any = None,
+) -> Any:  # fmt: skip
+    """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
+
+    Arguments, results and errors are those of ``tilewise.attention_varlen``, with dropout_seed as
+    in ``attention``. There is no ``check``: XLA runs the call later, when no entry of an index
+    array can be reported as an exception of this one. On a CPU an entry out of range fails the
+    computation; on a GPU its rows are NaN, and ``tilewise.last_index_error`` names the entry.
+
+    A bias has as many rows and keys as the longest sequence. max_seqlen_q and max_seqlen_k default
+    to its sizes.
+    """
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, block_table
+    )
+    q, k, v = _arguments.inputs(q, k, v)
+    paged = block_table is not None
+    _check.varlen(q, k, v, paged)
+    starts = _arguments.int32("cu_seqlens_q", cu_seqlens_q, (None,))
+    if len(starts) < 1:
+        raise ValueError("cu_seqlens_q is empty, but must be int32 [batch + 1]")
+    if paged == (cu_seqlens_k is not None):
+        raise ValueError(
+            "exactly one of cu_seqlens_k and block_table must be given: pages hold the keys of "
+            "each sequence from its start"
+        )
+    batch = len(starts) - 1
+    arrays = {"q": q, "k": k, "v": v, **_arguments.lengths(sequences, batch)}
+    rows = _check.bound("max_seqlen_q", max_seqlen_q)
+    keys = _check.bound("max_seqlen_k", max_seqlen_k)
+    if bias is not None:
+        full = _arguments.bias(bias, q.dtype, (batch, q.shape[1], None, None))
+        widest = keys or (block_table.shape[1] * k.shape[1] if paged else None)
+        _check.varlen_bias(full.shape, rows or None, widest)
+        if full.shape[3] == 1:
+            full = _arguments.full_keys(full, widest or 1)
+        arrays["bias"] = full
+        rows, keys = _check.bounds_of_bias(full.shape, rows, keys)
+    request = Request(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+    )  # fmt: skip
+    problem = _arguments.problem(
+        arrays, batch, request, dropout_seed, max_seqlen_q=rows, max_seqlen_k=keys
+    )
+    out, lse = _autodiff.attend(problem, arrays)
+    return (out, lse) if _check.flag("return_lse", return_lse) else out
+
+
+def attention_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any = None,
+    cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
+    cu_seqlens_q: Any = None, max_seqlen_q: int | None = None, causal: bool = False,
+    window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
+    tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
+    v_descale: Any = None,
+) -> Any:  # fmt: skip
+    """Attention of new queries to all keys in a cache, which the call reads only.
+
+    Arguments, results and errors are those of ``tilewise.attention_with_kvcache``; index arrays are
+    int32. JAX arrays do not change, so new keys are written before the call, for instance by
+    ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens counts them, too.
+
+    The function is for inference: it has no derivative.
+    """
+    names = ("q", "k_cache", "v_cache")
+    q, k_cache, v_cache = _arguments.inputs(q, k_cache, v_cache, names)
+    packed = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    batch = check_cache(q, k_cache, v_cache, block_table, cache_batch_idx, packed)
+    layout = CacheLayout(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    rows = layout.max_rows()
+    if cache_seqlens is not None and not hasattr(cache_seqlens, "shape"):
+        cache_seqlens = jnp.full((batch,), common_length(cache_seqlens), jnp.int32)
+    arrays = {"q": q, "k": k_cache, "v": v_cache}
+    for field, name, value, dims in (
+        ("cu_seqlens_q", "cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+        ("seqused_k", "cache_seqlens", cache_seqlens, (batch,)),
+        ("block_table", "block_table", block_table, (batch, None)),
+        ("kv_batch_idx", "cache_batch_idx", cache_batch_idx, (batch,)),
+        ("leftpad_k", "cache_leftpad", cache_leftpad, (batch,)),
+    ):
+        if value is not None:
+            arrays[field] = _arguments.int32(name, value, dims)
+    if bias is not None:
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        scores = (batch, q.shape[-2], None if packed is not None else q.shape[1], capacity)
+        full = _arguments.full_keys(_arguments.bias(bias, q.dtype, scores), capacity)
+        arrays["bias"] = full
+        if packed is not None:
+            _check.varlen_bias(full.shape, rows or None, capacity)
+            rows, _ = _check.bounds_of_bias(full.shape, rows, capacity)
+    request = Request(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
+        False, batch_invariant, k_descale, v_descale,
+    )  # fmt: skip
+    problem = _arguments.problem(
+        arrays, batch, request, max_seqlen_q=rows, num_splits=_check.split_count(num_splits)
+    )
+    out, lse = _autodiff.decode(problem, arrays)
+    return (out, lse) if _check.flag("return_lse", return_lse) else out
