@@ -58,7 +58,8 @@ $(VENV)/.installed: $(sources) tools/constraints.txt | $(VENV)/.ready
 	@mkdir -p build
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(python) -m pip install --verbose --no-build-isolation -Cbuild-dir=build/wheel \
-	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) -c tools/constraints.txt '.[demo,test]' \
+	  -Ccmake.define.TILEWISE_CUDA=$(CUDA) -Ccmake.define.TILEWISE_XLA_INCLUDE="$$(tools/setup.sh xla-headers)" \
+	  -c tools/constraints.txt '.[demo,test]' \
 	  >build/install.log 2>&1 || { tail -n 60 build/install.log; exit 1; }
 	@touch $@
 
@@ -81,6 +82,7 @@ wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 
 	  $(if $(filter ON,$(wheel_cuda)),CUDACXX="$$(tools/setup.sh nvcc)") \
 	  $(python) -m pip wheel --verbose --no-build-isolation --no-deps -Cbuild-dir=build/wheel-$(wheel_cuda) \
 	  -Ccmake.define.TILEWISE_CUDA=$(wheel_cuda) -Ccmake.define.TILEWISE_GLIBC=$(wheel_glibc) \
+	  -Ccmake.define.TILEWISE_XLA_INCLUDE="$$(tools/setup.sh xla-headers)" \
 	  -w build/wheelhouse $(FROM) 2>&1 | tee build/wheel.log | \
 	  sed -un 's/.*\(\[[0-9]*0\/[0-9]*\]\).*/\1/p' || { tail -n 60 build/wheel.log; exit 1; }
 	@auditwheel repair --plat manylinux_$(subst .,_,$(wheel_glibc))_$$(uname -m) --only-plat -w dist \
@@ -161,6 +163,16 @@ test-models: $(VENV)/.ready-models ## Hugging Face models generate and train thr
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_MODELS=1 $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
 	  --dist loadfile -m models
 
+# JAX lives in an environment of its own, which also sees the packages of $(VENV).
+$(VENV)-jax/.ready: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
+	@tools/setup.sh jax $(VENV)-jax $(VENV)
+	@touch $@
+
+.PHONY: test-jax
+test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from PyPI (a minute)
+	@$(say) "JAX"
+	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -q -p hypothesispytest tests/python/test_jax.py
+
 .PHONY: sweep-models
 sweep-models: $(VENV)/.ready-models ## compares every model class of Transformers with eager (an hour): docs/integrations/models.md
 	@$(say) "model classes: a sweep that was interrupted goes on; SWEEP_FLAGS=--fresh starts anew"
@@ -234,4 +246,4 @@ clean: ## removes what was built; the environment stays
 
 .PHONY: distclean
 distclean: clean ## also removes the environment
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(VENV)-jax

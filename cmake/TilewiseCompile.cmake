@@ -37,7 +37,7 @@ function(tilewise_link_for_old_systems)
   execute_process(
     COMMAND "${Python3_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/tools/manylinux_stubs.py"
             ${TILEWISE_GLIBC} "${stubs}" "${CMAKE_CXX_COMPILER}" COMMAND_ERROR_IS_FATAL ANY)
-  foreach(target IN ITEMS tilewise tilewise_torch)
+  foreach(target IN ITEMS tilewise tilewise_torch tilewise_jax)
     if(TARGET ${target})
       # Symbols from static libraries are not exported.
       target_link_options(${target} BEFORE PRIVATE "-L${stubs}" "LINKER:--exclude-libs,ALL")

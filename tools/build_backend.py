@@ -1,4 +1,4 @@
-"""Build backend of the Python package: scikit-build-core, plus the search for PyTorch.
+"""Build backend of the Python package: scikit-build-core, plus the search for PyTorch and jaxlib.
 
 The PyTorch adapter needs PyTorch's headers, and installing PyTorch just for them costs a download
 of hundreds of megabytes (gigabytes where its version range is open). The order is therefore:
@@ -9,6 +9,9 @@ of hundreds of megabytes (gigabytes where its version range is open). The order 
 
 ``TILEWISE_TORCH=OFF`` in the environment builds without the adapter: NumPy arrays, C and C++ work,
 tensors do not. One binary serves every PyTorch from 2.10 on, whichever one it was built with.
+
+The JAX adapter needs headers that jaxlib ships. It is built if jaxlib is installed in one of the
+same two places, and never installed for a build. ``TILEWISE_JAX=OFF`` builds without it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +42,8 @@ _REQUIREMENT = "torch==2.13.0"
 Settings = dict[str, Any]
 
 
-def _wanted() -> bool:
-    return os.environ.get("TILEWISE_TORCH", "ON").upper() not in ("OFF", "0", "NO")
+def _wanted(adapter: str = "TORCH") -> bool:
+    return os.environ.get(f"TILEWISE_{adapter}", "ON").upper() not in ("OFF", "0", "NO")
 
 
 def _recent(package: Path) -> bool:
@@ -56,14 +60,25 @@ def _importable() -> bool:
     return spec is not None and spec.origin is not None and _recent(Path(spec.origin).parent)
 
 
+def _sites() -> Iterator[Path]:
+    """The directories of packages outside of pip's isolated build."""
+    for base in dict.fromkeys((sys.prefix, sys.base_prefix)):
+        for kind in ("purelib", "platlib"):
+            yield Path(sysconfig.get_path(kind, vars={"base": base, "platbase": base}))
+
+
 def _outside() -> Path | None:
     """The site-packages outside of pip's isolated build that has a usable PyTorch, if any."""
-    bases = dict.fromkeys((sys.prefix, sys.base_prefix))
-    for base in bases:
-        for kind in ("purelib", "platlib"):
-            site = Path(sysconfig.get_path(kind, vars={"base": base, "platbase": base}))
-            if _recent(site / "torch"):
-                return site
+    return next((site for site in _sites() if _recent(site / "torch")), None)
+
+
+def _xla_headers() -> Path | None:
+    """The headers of an installed jaxlib, if any."""
+    spec = importlib.util.find_spec("jaxlib")
+    packages = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+    for package in (*packages, *(site / "jaxlib" for site in _sites())):
+        if (package / "include/xla/ffi/api/ffi.h").is_file():
+            return package / "include"
     return None
 
 
@@ -99,6 +114,18 @@ def _with_torch(settings: Settings | None) -> Settings:
     return settings
 
 
+def _with_adapters(settings: Settings | None) -> Settings:
+    """The settings, with both adapters decided unless the caller did."""
+    settings = _with_torch(settings)
+    name = "cmake.define.TILEWISE_XLA_INCLUDE"
+    if name not in settings:
+        headers = _xla_headers() if _wanted("JAX") else None
+        if headers is None:
+            print("tilewise: building without the JAX adapter: tilewise.jax will not work")
+        settings[name] = "" if headers is None else str(headers)
+    return settings
+
+
 def _torch_requirement() -> list[str]:
     have = not _wanted() or _importable() or _outside() is not None
     return [] if have else [_REQUIREMENT]
@@ -120,8 +147,8 @@ def build_wheel(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Builds the wheel, with the adapter if PyTorch's headers are found."""
-    return _build.build_wheel(wheel_directory, _with_torch(config_settings), metadata_directory)
+    """Builds the wheel, with the adapters whose headers are found."""
+    return _build.build_wheel(wheel_directory, _with_adapters(config_settings), metadata_directory)
 
 
 def build_editable(
@@ -130,4 +157,5 @@ def build_editable(
     metadata_directory: str | None = None,
 ) -> str:
     """The same as for a wheel."""
-    return _build.build_editable(wheel_directory, _with_torch(config_settings), metadata_directory)
+    settings = _with_adapters(config_settings)
+    return _build.build_editable(wheel_directory, settings, metadata_directory)

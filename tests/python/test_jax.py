@@ -245,13 +245,14 @@ def test_vmap(option):
 def test_vmap_folds_into_one_call():
     """Also with two mapped dimensions, and inputs that are not mapped."""
     q, k, bias, slopes = random((3, 5, 2, 9, 4, 16), (2, 11, 2, 16), (1, 4, 9, 11), (5, 4))
-    inner = jax.vmap(
-        lambda q, slopes: tj.attention(q, k, k, bias=bias, alibi_slopes=jnp.abs(slopes))
-    )
-    mapped = jax.vmap(inner, (0, None))
+
+    def attend(q, slopes):
+        return tj.attention(q, k, k, bias=bias, alibi_slopes=jnp.abs(slopes))
+
+    mapped = jax.vmap(jax.vmap(attend), (0, None))
     text = str(jax.make_jaxpr(mapped)(q, slopes))
     assert text.count("tilewise_forward") == 1 and "scan" not in text
-    assert same(mapped(q, slopes), pieces(lambda q: pieces(inner, 1)(q[None], slopes[None])[0], 3)(q))
+    assert same(mapped(q, slopes), pieces(lambda q: pieces(attend, 5)(q, slopes), 3)(q))
 
 
 @pytest.mark.parametrize("split", ["batch", "heads"])

@@ -132,7 +132,7 @@ def attention_with_kvcache(
 
     Arguments, results and errors are those of ``tilewise.attention_with_kvcache``; index arrays are
     int32. JAX arrays do not change, so new keys are written before the call, for instance by
-    ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens counts them, too.
+    ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens includes them.
 
     The function is for inference: it has no derivative.
     """

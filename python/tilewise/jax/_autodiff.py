@@ -19,7 +19,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "scale_tensor")
 
 
 @jax.tree_util.register_static
-class _Wanted(tuple):  # type: ignore[type-arg]
+class _Wanted(tuple[str, ...]):
     """The names of the inputs whose gradients are needed, as part of the residuals."""
 
 

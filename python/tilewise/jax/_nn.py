@@ -86,9 +86,7 @@ def dot_product_attention(
     return (out, lse) if _check.flag("return_residual", return_residual) else out
 
 
-def _bias(
-    bias: Any, mask: Any, dtype: Any, scores: tuple[int, int, int, int]
-) -> jax.Array | None:
+def _bias(bias: Any, mask: Any, dtype: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
     """The sum of the bias and of 0 or -inf for the mask, with four dimensions."""
     added = None if bias is None else _arguments.bias(bias, dtype, scores)
     if mask is None:

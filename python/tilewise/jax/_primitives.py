@@ -51,9 +51,7 @@ def backward_inputs(problem: Problem, with_dlse: bool) -> tuple[str, ...]:
     return (*problem.inputs, "out", "lse", "lse_low", "dout", *dlse)
 
 
-def _forward_shapes(
-    operands: Any, problem: Problem, with_lse_low: bool
-) -> tuple[Shapes, Shapes]:
+def _forward_shapes(operands: Any, problem: Problem, with_lse_low: bool) -> tuple[Shapes, Shapes]:
     given = shapes_of(problem.inputs, operands)
     results = result_shapes(problem, given)
     if not with_lse_low:

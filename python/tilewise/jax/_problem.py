@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a handler needs besides its buffers, and the bytes of its last result."""
+    """The attributes of a handler's call, and the size in bytes of its last result."""
 
     attributes: dict[str, npt.NDArray[np.int64]]
     workspace_bytes: int
@@ -117,8 +117,7 @@ def backward_call(problem: Problem, given: Shapes, grads: Shapes, device: int) -
     def describe(shift: int) -> tuple[Any, Any]:
         named = {f"d{name}": shape for name, shape in grads.items()}
         views = _views({**given, **named}, problem.heads_first, shift)
-        a = _attention(problem, given, views, device)
-        return a, _gradients(a, given, views)
+        return _attention(problem, given, views, device), _gradients(given, views)
 
     return _call(describe, device)
 
@@ -150,12 +149,11 @@ def _views(shapes: Shapes, heads_first: bool, shift: int) -> dict[str, View]:
 
 
 def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: int) -> Any:
-    numbers = problem._asdict()
-    del numbers["options"], numbers["heads_first"]
+    known = problem._asdict() | {name: views[name] for name in problem.options}
+    del known["options"], known["heads_first"]
     bias = given.get("bias")
     optional = _describe.OptionalFields(
-        **{name: views[name] for name in problem.options},
-        **numbers,
+        **known,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
         kv_float8=is_float8(given["k"].dtype),
     )
@@ -167,7 +165,7 @@ def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: 
     return a
 
 
-def _gradients(a: Any, given: Shapes, views: dict[str, View]) -> Any:
+def _gradients(given: Shapes, views: dict[str, View]) -> Any:
     g = _abi.sized(_abi.Gradients)
     varlen_q, varlen_k = "cu_seqlens_q" in given, "cu_seqlens_k" in given
     for name, varlen in (("dout", varlen_q), ("dq", varlen_q), ("dk", varlen_k), ("dv", varlen_k)):
