@@ -23,11 +23,14 @@ class _Wanted(tuple[str, ...]):
     """The names of the inputs whose gradients are needed, as part of the residuals."""
 
 
+# Compiled, also because a shard_map that is not inside of jax.jit cannot evaluate a custom_vjp.
+@functools.partial(jax.jit, static_argnums=0)
 def attend(problem: Problem, arrays: Arrays) -> tuple[Any, Any]:
     """(out, lse) of a problem whose arrays, by name, have been checked."""
     return _attend(problem, _unify(arrays))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decode(problem: Problem, arrays: Arrays) -> tuple[Any, Any]:
     """(out, lse) of a problem without a derivative, whose arrays have been checked."""
     return _decode(problem, _unify(arrays))
