@@ -132,8 +132,7 @@ def _torch_requirement() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    """Packages that an isolated build installs: those of scikit-build-core, and PyTorch if
-    needed."""
+    """The packages that an isolated build installs: scikit-build-core, and PyTorch if needed."""
     return [*_build.get_requires_for_build_wheel(config_settings), *_torch_requirement()]
 
 
