@@ -224,7 +224,7 @@ format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
 	@ruff format --quiet . && ruff check --quiet --fix .
 
 .PHONY: lint
-lint: $(VENV)/.ready-lint ## format, layers (includes, families, Python imports), sizes, words, phrases, ruff, mypy; rewrites nothing
+lint: $(VENV)/.ready-lint ## format, layers (includes, families, Python imports), sizes, words, phrases, ruff, mypy, workflows; rewrites nothing
 	@status=0; \
 	report=$$(git ls-files -z $(cxx_files) | xargs -0 -r clang-format --dry-run -Werror 2>&1) || \
 	  { status=1; sed -n 's/^\([^:]*\):[0-9:]* error: code should be.*/\1: not in the format of .clang-format/p' \
@@ -233,6 +233,8 @@ lint: $(VENV)/.ready-lint ## format, layers (includes, families, Python imports)
 	ruff check --output-format concise . || status=1; \
 	for lint in includes families imports size words phrases; do $(python) tools/lint_$$lint.py || status=1; done; \
 	mypy || status=1; \
+	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml || status=1; \
+	zizmor --offline --quiet .github/workflows || status=1; \
 	$(python) tools/results_tables.py --check || status=1; \
 	$(python) tools/draw_pipeline.py --check || status=1; \
 	[ $$status -eq 0 ] || echo "lint: see above; \`make format\` mends what can be mended"; \
