@@ -190,7 +190,7 @@ $(integrations)/.ready: tools/requirements-integrations.txt | $(VENV)/.installed
 test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise (2 minutes)
 	@$(say) "integrations"
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_INTEGRATIONS=1 $(integrations)/bin/python -m pytest -q -p xdist -p hypothesispytest \
-	  tests/python/test_{compat_xformers,diffusers}.py
+	  tests/python/test_{compat_xformers,diffusers,megatron}.py
 
 # For a bare CUDA machine: this target creates no environment, fetches and installs nothing.
 GPU_PYTHON ?= python3

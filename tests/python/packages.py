@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,10 +14,17 @@ import pytest
 REQUIRED = "TILEWISE_TEST_INTEGRATIONS"
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ignores warnings, which these packages give of what else they would like to have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def real_package(name: str) -> ModuleType:
     """The module; without it the test is skipped, or fails if `make test-integrations` runs it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what else these packages would like to have
+    with quiet():
         if os.environ.get(REQUIRED):
             return importlib.import_module(name)
         return pytest.importorskip(name, reason="`make test-integrations` installs it")
