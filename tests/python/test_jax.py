@@ -3,10 +3,12 @@ an environment that has JAX."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ import tilewise.jax as tj
 from bounds import check_gradients, check_lse, check_out
 from cases import Built, Case
 
+ROOT = Path(__file__).resolve().parents[2]
 FLOATS = {torch.float32: jnp.float32, torch.float16: jnp.float16, torch.bfloat16: jnp.bfloat16}
 
 CASES = {
@@ -400,6 +403,29 @@ def test_other_frameworks_arrays_name_this_module():
         tilewise.attention(q, q, q)
     with pytest.raises(TypeError, match=r"q is a jax\.Array, .* use tilewise\.jax"):
         jax.jit(tilewise.attention)(q, q, q)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_arrays_outside_of_shard_map(kind):
+    """XLA gathers them."""
+    axes = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=axes)
+    q, k = random((2, 9, 4, 16), (2, 9, 2, 16))
+    cut = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        for x, spec in ((q, P("x", None, None, None)), (k, P(None, None, None, "x")))
+    ]
+    gradient = jax.jit(jax.grad(lambda q, k: (tj.attention(q, k, k) ** 2).sum(), (0, 1)))
+    assert same(gradient(*cut), gradient(q, k))
+
+
+def test_example(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_jax
+
+    assert train_jax.main(["--steps", "8", "--check-steps", "2", "--out", str(tmp_path)]) == 0
+    assert "first 2 losses: at most" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 8
 
 
 def test_needs_no_torch():

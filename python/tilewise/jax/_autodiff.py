@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _primitives
 from ._problem import Problem
@@ -39,8 +40,10 @@ def decode(problem: Problem, arrays: Arrays) -> tuple[Any, Any]:
 def _unify(arrays: Arrays) -> Arrays:
     """The arrays, each varying over every axis of a shard_map that one of them varies over.
 
-    A primitive needs that, and the conversion sums the gradients of arrays that do not vary.
+    A primitive needs that, and the conversion sums the gradients of arrays that do not vary. Arrays
+    that are cut over explicit axes are gathered, as XLA does for those that are cut over others.
     """
+    arrays = {name: _gathered(array) for name, array in arrays.items()}
     axes = {name: _axes(array) for name, array in arrays.items()}
     every = frozenset().union(*axes.values())
 
@@ -49,6 +52,13 @@ def _unify(arrays: Arrays) -> Arrays:
         return jax.lax.pcast(arrays[name], missing, to="varying") if missing else arrays[name]
 
     return {name: varying(name) for name in arrays}
+
+
+def _gathered(array: Any) -> Any:
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
+        return array
+    return jax.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _axes(array: Any) -> frozenset[str]:
