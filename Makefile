@@ -173,6 +173,22 @@ test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from Py
 	@$(say) "JAX"
 	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -q -p hypothesispytest tests/python/test_jax.py
 
+# Each engine has an environment of its own over the packages of VENV. Its dependencies would bring PyTorch for CUDA and
+# other gigabytes of kernels; tools/requirements-*.txt lists what imports need.
+vllm_release := vllm==0.33.0
+build/%/.ready-engine: tools/requirements-%.txt packages/%-tilewise/pyproject.toml | $(VENV)/.ready-models
+	@$(say) "environment: build/$*, with $($*_release)"
+	@PYTHON=$(abspath $(python)) tools/setup.sh venv build/$*
+	@build/$*/bin/pip install --quiet --no-deps $($*_release)
+	@build/$*/bin/pip install --quiet -r $<
+	@build/$*/bin/pip install --quiet --no-deps --no-build-isolation -e packages/$*-tilewise
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: build/vllm/.ready-engine ## the backend of packages/vllm-tilewise, driven by vLLM's own classes (3 minutes)
+	@$(say) "vLLM"
+	@OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest -q tests/engines/test_vllm.py
+
 .PHONY: sweep-models
 sweep-models: $(VENV)/.ready-models ## compares every model class of Transformers with eager (an hour): docs/integrations/models.md
 	@$(say) "model classes: a sweep that was interrupted goes on; SWEEP_FLAGS=--fresh starts anew"
