@@ -176,6 +176,7 @@ test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from Py
 # Each engine has an environment of its own over the packages of VENV. Its dependencies would bring PyTorch for CUDA and
 # other gigabytes of kernels; tools/requirements-*.txt lists what imports need.
 vllm_release := vllm==0.33.0
+sglang_release := sglang==0.5.23 torchvision==0.28.0
 build/%/.ready-engine: tools/requirements-%.txt packages/%-tilewise/pyproject.toml | $(VENV)/.ready-models
 	@$(say) "environment: build/$*, with $($*_release)"
 	@PYTHON=$(abspath $(python)) tools/setup.sh venv build/$*
@@ -188,6 +189,12 @@ build/%/.ready-engine: tools/requirements-%.txt packages/%-tilewise/pyproject.to
 test-vllm: build/vllm/.ready-engine ## the backend of packages/vllm-tilewise, driven by vLLM's own classes (3 minutes)
 	@$(say) "vLLM"
 	@OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest -q tests/engines/test_vllm.py
+
+# SGLang warns about GPUs that it does not find.
+.PHONY: test-sglang
+test-sglang: build/sglang/.ready-engine ## the backend of packages/sglang-tilewise, driven by SGLang's own classes (2 minutes)
+	@$(say) "SGLang"
+	@OMP_NUM_THREADS=1 build/sglang/bin/python -m pytest -q -W default tests/engines/test_sglang.py
 
 .PHONY: sweep-models
 sweep-models: $(VENV)/.ready-models ## compares every model class of Transformers with eager (an hour): docs/integrations/models.md
