@@ -47,7 +47,8 @@ class TilewiseBackend(AttentionBackend):
             raise NotImplementedError("this backend does not support speculative decoding")
         self._device, self._page_size = runner.device, runner.page_size
         self._context = runner.model_config.context_len
-        self.req_to_token_pool = runner.req_to_token_pool  # SGLang reads these two, too
+        # SGLang itself reads these two attributes.
+        self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
         self._has_window_pool = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
         self._graph: Metadata | None = None  # the tensors that captured graphs read
