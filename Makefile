@@ -95,6 +95,10 @@ wheel-shim: $(VENV)/.ready-wheel ## the package flash_attn over Tilewise, in dis
 	@$(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist build/shim
 	@ls -l dist/flash_attn-*.whl
 
+.PHONY: kernels-hub
+kernels-hub: $(VENV)/.ready ## the wheel of `make wheel`, laid out for the Hugging Face Hub, in dist/kernels-hub
+	@$(python) tools/kernels_hub.py dist/tilewise-*-py3-none-manylinux*.whl dist/kernels-hub
+
 .PHONY: sdist
 sdist: $(VENV)/.ready-wheel ## the sources in dist/; `make wheel FROM=dist/tilewise-VERSION.tar.gz` builds from them
 	@$(python) -m build --sdist --no-isolation --outdir dist . >/dev/null
@@ -213,7 +217,7 @@ $(integrations)/.ready: tools/requirements-integrations.txt | $(VENV)/.installed
 test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise (2 minutes)
 	@$(say) "integrations"
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_INTEGRATIONS=1 $(integrations)/bin/python -m pytest -q -p xdist -p hypothesispytest \
-	  tests/python/test_{compat_xformers,diffusers,megatron}.py
+	  tests/python/test_{compat_xformers,diffusers,kernels_hub,megatron}.py
 
 # For a bare CUDA machine: this target creates no environment, fetches and installs nothing.
 GPU_PYTHON ?= python3
