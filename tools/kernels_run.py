@@ -58,8 +58,10 @@ def launched(folder: Path, library: Path) -> set[Kernel]:
     """The kernels that processes have recorded in the folder (src/cuda/launch_list.h)."""
     lines = {x for path in folder.iterdir() if path.is_file() for x in path.read_text().split()}
     addresses = {x for x in lines if x.startswith("+")}
-    of = symbols(library) if addresses else {}
-    return {named(of.get(int(x[1:], 16), x) if x in addresses else x) for x in lines} & known()
+    functions = symbols(library) if addresses else {}
+    return {
+        named(functions.get(int(x[1:], 16), x) if x in addresses else x) for x in lines
+    } & known()
 
 
 def inside(library: Path) -> set[Kernel]:

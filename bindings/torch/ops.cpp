@@ -114,8 +114,8 @@ class Launch {
 
 int64_t workspace_of(const Problem& problem, const tilewise_gradients* gradients) {
   tilewise_plan_info plan{};
-  plan.struct_size =
-      offsetof(tilewise_plan_info, kernel);  // without the texts, since every call plans
+  // Without the texts, which would take time in every call.
+  plan.struct_size = offsetof(tilewise_plan_info, kernel);
   check_status(tilewise_plan(&problem.attention, gradients,
                              gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
                              &plan));

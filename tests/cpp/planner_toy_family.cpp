@@ -77,8 +77,8 @@ TEST(PlannerToyFamily, LeavesTheRestToTheOthersAndSaysWhy) {
   expect(dropout, "cuda.toy would be faster, but it has no dropout");
 }
 
-// A family asks the list for the one that completes its results.
-TEST(PlannerToyFamily, HasItsFlaggedTilesCompleted) {
+// Another family of the list recomputes the tiles that the toy family flags.
+TEST(PlannerToyFamily, HasItsFlaggedTilesRecomputed) {
   Problem p = toy_problem();
   EXPECT_EQ(forward(p, gpu_with_toy(100)).nan_recompute, nullptr);
   p.window_right = 0;

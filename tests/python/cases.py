@@ -316,7 +316,7 @@ class Built:
         return not self.case.varlen_k or bool(self.case.page_size)
 
     @property
-    def own_keys(self) -> bool:
+    def keys_per_sequence(self) -> bool:
         """Whether dk and dv have separate rows per sequence, because k and v may be shared."""
         return bool(self.case.page_size) or self.case.kv_idx is not None
 
@@ -325,7 +325,7 @@ class Built:
         c = self.case
         fp32 = torch.float32
         dk_shape, dv_shape = self._shape_k(c.head_dim), self._shape_k(c.head_dim_v)
-        if self.own_keys:
+        if self.keys_per_sequence:
             dk_shape = (self.batch, self.seqlen_k, *dk_shape[2:])
             dv_shape = (self.batch, self.seqlen_k, *dv_shape[2:])
         g = capi.Gradients(struct_size=ctypes.sizeof(capi.Gradients))
@@ -379,7 +379,7 @@ class Built:
         return float64(per_head.transpose(-1, -2).reshape(-1, self.case.heads))
 
     def expected(self) -> oracle.Result:
-        grad_keys = self.batch * self.seqlen_k if self.own_keys else None
+        grad_keys = self.batch * self.seqlen_k if self.keys_per_sequence else None
         dlse = None if self.dlse is None else self.by_row(self.dlse)
         return oracle.attention(
             flat(self.q), flat(self.k), flat(self.v), self.sequences, self.options(),

@@ -51,9 +51,9 @@ def setup(tmp_path, **earlier) -> Setup:
     ("memory", "processes"), [(143771, (13, 3)), (81559, (11, 1)), (24000, (2, 1)), (0, (14, 3))]
 )
 def test_processes_are_limited_by_gpu_memory(memory, processes, tmp_path):
-    of = Setup(tmp_path, 16, "90", memory=memory)
-    assert stages.shared_out(of) == processes
-    assert of.processes() == min(14, memory // 5000 or 14)
+    given = Setup(tmp_path, 16, "90", memory=memory)
+    assert stages.shared_out(given) == processes
+    assert given.processes() == min(14, memory // 5000 or 14)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_processes_are_limited_by_gpu_memory(memory, processes, tmp_path):
 def test_tables_of_other_gpus_are_forced_where_instructions_exist(
     architecture, foreign, forced, tmp_path
 ):
-    of = Setup(tmp_path, 16, architecture)
-    assert of.foreign == foreign and of.forced == forced
+    given = Setup(tmp_path, 16, architecture)
+    assert given.foreign == foreign and given.forced == forced
 
 
 def test_build_compiles_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch):

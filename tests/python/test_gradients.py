@@ -98,7 +98,7 @@ def test_finite_differences(option):
     for name in next(iter(results.values())):
         slope = loss.slope(name)
         if (
-            b.own_keys and name in "kv"
+            b.keys_per_sequence and name in "kv"
         ):  # from pages to the keys of the only sequence that uses them
             target = np.zeros(results[next(iter(results))][name].shape)
             for part in b.sequences:

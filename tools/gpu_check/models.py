@@ -89,8 +89,9 @@ def models(setup: Setup, limit: float) -> Report:
     for line in report["left_out"]:
         say(f"  NOT run: {line}")
     arguments = ["-m", "models", *(setup.pytest or ["tests/python"])]
-    of = setup.processes()
-    shares = [suite.Share("models", i, of, setup.logs / "tests", env, arguments) for i in range(of)]
+    count = setup.processes()
+    folder = setup.logs / "tests"
+    shares = [suite.Share("models", i, count, folder, env, arguments) for i in range(count)]
     left = limit - (time.monotonic() - begin)
     suite.run_shares(shares, limit=left, each=min(120, left / 2))
     counted = suite.counts(shares)

@@ -159,10 +159,10 @@ def shared_out(setup: Setup) -> tuple[int, int]:
     """Number of processes for the GPU's own choice, and for each forced tile table, with fewer
     tests.
     """
-    of_forced = max(1, setup.jobs // 4)
-    while of_forced > 1 and setup.processes(of_forced * len(setup.forced)) < 4 * of_forced:
-        of_forced -= 1
-    return setup.processes(of_forced * len(setup.forced)), of_forced
+    per_table = max(1, setup.jobs // 4)
+    while per_table > 1 and setup.processes(per_table * len(setup.forced)) < 4 * per_table:
+        per_table -= 1
+    return setup.processes(per_table * len(setup.forced)), per_table
 
 
 def tests(setup: Setup, limit: float) -> Report:
@@ -174,7 +174,7 @@ def tests(setup: Setup, limit: float) -> Report:
     setup.launch_list.mkdir(parents=True, exist_ok=True)
     folder = setup.logs / "tests"
     everything = setup.pytest or ["tests/python", *(f"--ignore={x}" for x in TESTS_WITHOUT_GPU)]
-    processes, of_forced = shared_out(setup)
+    processes, per_table = shared_out(setup)
     earlier = setup.earlier.get("tests", {})
     report: Report = {
         label(a): earlier.get(label(a)) or setup.unchanged.get(label(a), {})
@@ -185,15 +185,17 @@ def tests(setup: Setup, limit: float) -> Report:
             when = f" on {report[name]['date']}" if "date" in report[name] else ""
             say(f"  {name}: {report[name]['passed']} passed before{when}, not run again")
             continue
-        of, arguments = processes, ["-m", "not models", *everything]
+        count, arguments = processes, ["-m", "not models", *everything]
         if name != "native":
-            of, arguments = of_forced, ["-m", "abi", *(setup.pytest or FORCED_TESTS)]
+            count, arguments = per_table, ["-m", "abi", *(setup.pytest or FORCED_TESTS)]
         again = failed_tests(report[name])
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
         env["TILEWISE_LAUNCH_LIST"] = str(setup.launch_list)
-        of = min(of, len(again) or of)
-        shares += [suite.Share(name, i, of, folder, env, again or arguments) for i in range(of)]
+        count = min(count, len(again) or count)
+        shares += [
+            suite.Share(name, i, count, folder, env, again or arguments) for i in range(count)
+        ]
     suite.run_shares(shares, limit=limit, each=min(150, limit / 2))
     for name in dict.fromkeys(s.name for s in shares):
         of_suite = [s for s in shares if s.name == name]

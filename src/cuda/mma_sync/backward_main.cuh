@@ -41,23 +41,23 @@ struct StepTiles {
   using Plan = BackwardPlan<C>;
 
   TILEWISE_DEVICE StepTiles(ptx::SharedAddress shared, int stage, int score_tile, int query)
-      : own_query(query),
-        own_rows(static_cast<uint32_t>(query * Plan::kRowBytes)),
+      : warp_query(query),
+        warp_rows(static_cast<uint32_t>(query * Plan::kRowBytes)),
         q(shared + Plan::kRowTiles + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes)),
         d_out(q + Plan::kRowTileBytes),
-        own_lse(shared + Plan::kStatistics +
-                static_cast<uint32_t>(stage * Plan::kStatisticsBytes +
-                                      (query + ptx::lane_index() % 4 * 2) * 4)),
-        own_delta(own_lse + Plan::kQueries * 4),
+        thread_lse(shared + Plan::kStatistics +
+                   static_cast<uint32_t>(stage * Plan::kStatisticsBytes +
+                                         (query + ptx::lane_index() % 4 * 2) * 4)),
+        thread_delta(thread_lse + Plan::kQueries * 4),
         ds(shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)),
         p(shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)) {}
 
-  int own_query;      // the first query of the warp
-  uint32_t own_rows;  // its byte offset in the tiles of q and d_out
+  int warp_query;      // the first query of the warp
+  uint32_t warp_rows;  // its byte offset in the tiles of q and d_out
   ptx::SharedAddress q;
   ptx::SharedAddress d_out;
-  ptx::SharedAddress own_lse;
-  ptx::SharedAddress own_delta;
+  ptx::SharedAddress thread_lse;
+  ptx::SharedAddress thread_delta;
   ptx::SharedAddress ds;
   ptx::SharedAddress p;
 };
@@ -74,7 +74,7 @@ TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, Sco
   using Plan = BackwardPlan<C>;
 #pragma unroll
   for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
-    if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, at.own_lse);
+    if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, at.thread_lse);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       p_own.set(m, n, s.x[m][n]);
@@ -106,7 +106,7 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
   for (int j = 0; j < Plan::kOwnSteps; j += kHeld) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeld; ++i) a[i / 2][i % 2] = p_own.at(j + i / 2, i % 2);
-    add_steps<C>(dv, a, columns, at.d_out + at.own_rows, j * Plan::kStep);
+    add_steps<C>(dv, a, columns, at.d_out + at.warp_rows, j * Plan::kStep);
   }
   if constexpr (Plan::kTile.early_barrier) {
     if constexpr (Plan::kStages == 3) tile::wait<typename C::Arch, 0>();
@@ -120,7 +120,7 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
                             ? ds_own.at(j + i / 2, i % 2)
                             : tile::load<Element>(at.ds + scores.rows(i % 2 * 16, j + i / 2));
     }
-    add_steps<C>(dk, a, columns, at.q + at.own_rows, j * Plan::kStep);
+    add_steps<C>(dk, a, columns, at.q + at.warp_rows, j * Plan::kStep);
     if (j == 0) refill();
   }
   if constexpr (!Plan::kTile.early_barrier) ptx::sync_block();
@@ -128,7 +128,7 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
   // The same with the queries of the other warps.
 #pragma unroll
   for (int j = Plan::kOwnSteps; j < Plan::kQueries / Plan::kStep; j += kHeld) {
-    const int query = at.own_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
+    const int query = at.warp_query / Plan::kStep * Plan::kStep ^ j * Plan::kStep;
     const uint32_t query_rows = static_cast<uint32_t>(query * Plan::kRowBytes);
 #pragma unroll
     for (int i = 0; i < 2 * kHeld; ++i)
@@ -189,12 +189,12 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
-  const int own_key = warp / Plan::kTile.query_warps * 32;
-  const int own_query = warp % Plan::kTile.query_warps * Plan::kWarpQueries;
-  const int own_column = warp % Plan::kTile.query_warps * Plan::kColumns;
+  const int warp_key = warp / Plan::kTile.query_warps * 32;
+  const int warp_query = warp % Plan::kTile.query_warps * Plan::kWarpQueries;
+  const int warp_column = warp % Plan::kTile.query_warps * Plan::kColumns;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-  const ptx::SharedAddress own_k = shared + Plan::kK + own_key * Plan::kRowBytes;
-  const ptx::SharedAddress own_v = shared + Plan::kV + own_key * Plan::kRowBytes;
+  const ptx::SharedAddress warp_k = shared + Plan::kK + warp_key * Plan::kRowBytes;
+  const ptx::SharedAddress warp_v = shared + Plan::kV + warp_key * Plan::kRowBytes;
 
   if (ptx::thread_index() == 0) {
     KeyTile<C>::store(shared, work_tile, band, row_tiles, head_tiles,
@@ -216,12 +216,12 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const KeyTile<C> key_tile(shared);
   const float scale_log2 = exponent_scale(score_of(problem).scale);
   [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
-                                            keys.begin + own_key + lane / 4);
+                                            keys.begin + warp_key + lane / 4);
 
   const RowProduct<C> row_product(lane);
-  const tile::TransposedB<Element, Plan::kRowBytes> column_offsets(lane, own_column / 16);
-  const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane, own_key,
-                                                                 own_query * Plan::kBytes / 16);
+  const tile::TransposedB<Element, Plan::kRowBytes> column_offsets(lane, warp_column / 16);
+  const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane, warp_key,
+                                                                 warp_query * Plan::kBytes / 16);
   const DqProduct<C> dq_product(lane, warp);
   KeySums<C> dk;
   KeySums<C> dv;
@@ -239,7 +239,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     const auto scores = Plan::kRecomputeScoreOffsets ? score_offsets.opaque() : score_offsets;
     const int score_tile = kStages == 3 ? steps & 1 : 0;
     const TileRecord<C> record(shared, stage);
-    const StepTiles<C> at(shared, stage, score_tile, own_query);
+    const StepTiles<C> at(shared, stage, score_tile, warp_query);
 
     OwnScores<C> p_own;
     OwnScores<C> ds_own;
@@ -247,33 +247,34 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       ScoreSums<C> s;
       ScoreSums<C> dp;
       s.fill(0.0f);
-      row_product.add(s, own_k, at.q + at.own_rows, [&](int k) {
+      row_product.add(s, warp_k, at.q + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1 && steps > 1) pipeline.copy_q(p, stage ^ 1);
       });
       if constexpr (!C::kGeneral) {
         if (record.masked()) {
           ptx::force_branch();
           const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
-          const int32_t query = record.row() + own_query + lane % 4 * 2;
+          const int32_t query = record.row() + warp_query + lane % 4 * 2;
           if (key_tile.far_rows()) [[unlikely]]
             make_relative<C>(s, p,
-                             int64_t{record.index()} * Plan::kQueries + own_query + lane % 4 * 2,
+                             int64_t{record.index()} * Plan::kQueries + warp_query + lane % 4 * 2,
                              scale_log2);
-          KeyMask<C>(key_tile, own_key + lane / 4, query).apply(s, hidden);
+          KeyMask<C>(key_tile, warp_key + lane / 4, query).apply(s, hidden);
         }
       }
-      start_dp<C>(dp, at.own_delta);
-      row_product.add(dp, own_v, at.d_out + at.own_rows, [&](int k) {
+      start_dp<C>(dp, at.thread_delta);
+      row_product.add(dp, warp_v, at.d_out + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) pipeline.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
         }
       });
       if constexpr (C::kGeneral) {
-        const int32_t row = record.row() + own_query;
-        const KeyMask<C> mask(key_tile, own_key + lane / 4, row);
+        const int32_t row = record.row() + warp_query;
+        const KeyMask<C> mask(key_tile, warp_key + lane / 4, row);
         general.start_head(problem, sequence, first_head + record.head());
-        general.apply(s, dp, mask, p, key_tile, row, record.index(), at.own_lse, at.own_delta);
+        general.apply(s, dp, mask, p, key_tile, row, record.index(), at.thread_lse,
+                      at.thread_delta);
       }
       store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
     }

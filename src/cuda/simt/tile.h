@@ -86,14 +86,14 @@ TILEWISE_DEVICE void load_rows(float* to, const Rows<T>& rows, int column) {
 template <bool kSkipZeros>
 TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   const ThreadPosition thread = ThreadPosition::of_this_thread();
-  const float* const a_own = a + thread.y * 4;
-  const float* const b_own = b + thread.x * 4;
+  const float* const a_rows = a + thread.y * 4;
+  const float* const b_columns = b + thread.x * 4;
   Block sum;
   clear(sum);
 #pragma unroll 4
   for (int k = 0; k < kChain; ++k) {
-    const Float4 u = *reinterpret_cast<const Float4*>(a_own + k * kRowStride);
-    const Float4 v = *reinterpret_cast<const Float4*>(b_own + k * kRowStride);
+    const Float4 u = *reinterpret_cast<const Float4*>(a_rows + k * kRowStride);
+    const Float4 v = *reinterpret_cast<const Float4*>(b_columns + k * kRowStride);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (kSkipZeros && u.x[i] == 0.0f) continue;

@@ -52,10 +52,10 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const DsStore<C> ds_store(shared, warpgroup, warp);
   const DqStaging<C> dq_staging(shared, warpgroup, warp);
-  const int own_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
-  const KeyMask<C> mask(work_tile, own_key);
+  const int thread_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
+  const KeyMask<C> mask(work_tile, thread_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
-  [[maybe_unused]] BackwardScoreMod<C, kOption> score_mod(params, work_tile, own_key);
+  [[maybe_unused]] BackwardScoreMod<C, kOption> score_mod(params, work_tile, thread_key);
   [[maybe_unused]] const bool never = params.problem.heads_q == 0;
   const int32_t end = first_step + work_tile.steps;
   RowWalk walk(work_tile);

@@ -254,7 +254,7 @@ class ColumnScores {
   UnmaskedRows unmasked_;
   float scale_log2_;
   float dropout_scale_;    // of the weights that dropout keeps
-  bool far_rows_ = false;  // of the call
+  bool far_rows_ = false;  // whether the call has any
 };
 
 }  // namespace tilewise::cuda::wgmma

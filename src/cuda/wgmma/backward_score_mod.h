@@ -422,7 +422,7 @@ class BackwardScoreMod<C, Option::any> {
 
   const TileDescriptor& work_tile_;
   int32_t key_;       // in the sequence
-  bool far_rows_;     // of the call
+  bool far_rows_;     // whether the call has any
   float unit_;        // of scores: kLog2e, or 1 with far rows, which need scores as they are
   float unit_scale_;  // scale * unit_
   DropoutFactors dropout_;

@@ -76,7 +76,7 @@ class _SeqLenInfo:
 
 @dataclass
 class _PaddedSeqLenInfo(_SeqLenInfo):
-    """Sequences in places of `padding` keys each, of which seqlen int32 [sequences] are in use."""
+    """Sequences in slots of `padding` keys; sequence b uses the first seqlen[b] of its slot."""
 
     seqlen: Tensor
     seqlen_py: list[int]
@@ -87,7 +87,9 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         cls, seqlens: Sequence[int], padding: int, *, device: Device = None
     ) -> _PaddedSeqLenInfo:
         if max(seqlens) > padding:
-            raise ValueError(f"a sequence has {max(seqlens)} keys, but the padding is {padding}")
+            raise ValueError(
+                f"kv_seqlen contains {max(seqlens)}, but a slot holds only {padding} keys"
+            )
         starts = _starts([padding] * len(seqlens))
         lengths = list(seqlens)
         return cls(

@@ -193,11 +193,11 @@ class BlockDiagonalMask(_Packed):
         return self.split_queries(tensor)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
-        """Causal in each sequence, from its first row and key."""
+        """Causal in each sequence: its first row sees its first key."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        """Causal in each sequence, to its last row and key."""
+        """Causal in each sequence: its last row sees its last key."""
         return BlockDiagonalCausalFromBottomRightMask(
             self.q_seqinfo, self.k_seqinfo, self._batch_sizes
         )
@@ -230,12 +230,12 @@ def _check_count(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
 
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """Causal in each sequence, from its first row and key."""
+    """Causal in each sequence: its first row sees its first key."""
 
 
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """Causal in each sequence, to its last row and key."""
+    """Causal in each sequence: its last row sees its last key."""
 
 
 @dataclass
@@ -263,7 +263,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 @dataclass
 class BlockDiagonalPaddedKeysMask(_Packed):
-    """The rows of sequence b see the keys in use of sequence b, which has a place of fixed size."""
+    """The rows of sequence b see its keys in use: the first ones of a slot of kv_padding keys."""
 
     @classmethod
     def from_seqlens(
@@ -275,7 +275,7 @@ class BlockDiagonalPaddedKeysMask(_Packed):
         *,
         device: Device = None,
     ) -> Any:
-        """The mask for the rows of each sequence, the size of a place, and the keys in use.
+        """The mask for the rows of each sequence, the size of a slot, and the keys in use.
 
         causal_diagonal is ignored, as in xFormers.
         """
@@ -301,27 +301,27 @@ class BlockDiagonalPaddedKeysMask(_Packed):
     def make_local_attention(
         self, window_left: int, window_right: int
     ) -> BlockDiagonalLocalAttentionPaddedKeysMask:
-        """The mask with a window around the diagonal, which ends at the last row and key."""
+        """The mask with a window around the diagonal, on which the last row meets the last key."""
         return BlockDiagonalLocalAttentionPaddedKeysMask(
             self.q_seqinfo, self.k_seqinfo, window_left, window_right
         )
 
     def make_paged(self, block_tables: Tensor, page_size: int, paged_type: Any) -> Any:
         """The mask of the class paged_type for a cache in pages; see its fields."""
-        places = replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
-        return paged_type(self.q_seqinfo, places, block_tables, page_size)
+        slots = replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
+        return paged_type(self.q_seqinfo, slots, block_tables, page_size)
 
 
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """Causal in each sequence, to its last row and the last key in use."""
+    """Causal in each sequence: its last row sees its last key in use."""
 
     causal_diagonal: Any = None  # ignored, as in xFormers
 
 
 @dataclass
 class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """A window around the diagonal of each sequence, which ends at the last row and key in use."""
+    """A window around the diagonal of each sequence: its last row meets its last key in use."""
 
     window_left: int
     window_right: int
@@ -390,12 +390,12 @@ class BlockDiagonalGappyKeysMask(_Packed):
         Sequence b must have its keys in the notional_padding keys from b * notional_padding on.
         """
         count = len(self.k_seqinfo.seqlen_py)
-        places = range(0, count * notional_padding, notional_padding)
-        starts = zip(self.k_seqinfo.seqstart_py, places, strict=False)
+        slots = range(0, count * notional_padding, notional_padding)
+        starts = zip(self.k_seqinfo.seqstart_py, slots, strict=False)
         return paged_type(
             self.q_seqinfo,
             _GappySeqInfo.from_seqlens_gappy(
-                [start - place for start, place in starts],
+                [start - slot for start, slot in starts],
                 self.k_seqinfo.seqlen_py,
                 True,
                 device=self.k_seqinfo.seqstart.device,
@@ -407,7 +407,7 @@ class BlockDiagonalGappyKeysMask(_Packed):
 
 @dataclass
 class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
-    """Causal in each sequence, to its last row and key."""
+    """Causal in each sequence: its last row sees its last key."""
 
 
 @dataclass
@@ -438,16 +438,16 @@ class PagedBlockDiagonalPaddedKeysMask(_Paged):
     ) -> Any:
         """The mask for the rows and the keys in use of each sequence."""
         _check_count(q_seqlen, kv_seqlen)
-        places = _PaddedSeqLenInfo.from_seqlens_padded(
+        slots = _PaddedSeqLenInfo.from_seqlens_padded(
             kv_seqlen, block_tables.shape[1] * page_size, device=device
         )
         q_seqinfo = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
-        return cls(q_seqinfo, places, block_tables, page_size)
+        return cls(q_seqinfo, slots, block_tables, page_size)
 
 
 @dataclass
 class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
-    """Causal in each sequence, to its last row and the last key in use."""
+    """Causal in each sequence: its last row sees its last key in use."""
 
 
 @dataclass
@@ -478,4 +478,4 @@ class PagedBlockDiagonalGappyKeysMask(_Paged):
 
 @dataclass
 class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(PagedBlockDiagonalGappyKeysMask):
-    """Causal in each sequence, to its last row and key."""
+    """Causal in each sequence: its last row sees its last key."""
