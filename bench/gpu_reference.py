@@ -50,7 +50,7 @@ def errors(case: Case, results: dict[str, Tensor], expected: dict[str, Tensor]) 
     found = {}
     for name, truth in expected.items():
         got = results[name]
-        mine = got[-1, :, -1] if name in ("dk", "dv") else got[-1, :, case.heads - group :]
-        error = float((mine.double() - truth).norm() / truth.norm())
+        compared = got[-1, :, -1] if name in ("dk", "dv") else got[-1, :, case.heads - group :]
+        error = float((compared.double() - truth).norm() / truth.norm())
         found[name] = error if error == error else float("inf")
     return found

@@ -271,13 +271,13 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> bool:
     panels = [(direction, dim) for direction in directions for dim in dims]
     figure, axes = plot.figure(len(panels), title)
     for axis, (direction, dim) in zip(axes, panels, strict=True):
-        mine = [r for r in chosen if r["direction"] == direction and r["head_dim"] == dim]
+        in_panel = [r for r in chosen if r["direction"] == direction and r["head_dim"] == dim]
         named: set[str] = set()
         for name, colour in COLOURS.items():
             for causal, style in ((False, "-"), (True, "--")):
                 points = sorted(
                     (r["seqlen"], r["tflops"][name])
-                    for r in mine
+                    for r in in_panel
                     if r["causal"] == causal and name in r["tflops"]
                 )
                 if not points:
@@ -293,7 +293,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> bool:
                     markersize=3,
                     label=label,
                 )
-        lengths = sorted({r["seqlen"] for r in mine})
+        lengths = sorted({r["seqlen"] for r in in_panel})
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axis.minorticks_off()

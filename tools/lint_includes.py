@@ -133,7 +133,9 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
     if layer is None:
         return
     if layer not in ALLOWED:
-        yield Finding(str(path), 1, f"{path.parent} is no layer that tools/lint_includes.py knows")
+        yield Finding(
+            str(path), 1, f"{path.parent} is not a layer that tools/lint_includes.py knows"
+        )
         return
     text = read_text(root / file) or ""
     for match in _INCLUDE.finditer(text):
@@ -151,7 +153,7 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
         elif name.startswith("emulator/") and layer in _EMULATOR_USERS:
             continue
         elif match.group(1) == '"' and layer != "bindings":
-            yield Finding(str(path), line, f'"{name}" is no file of this project')
+            yield Finding(str(path), line, f'"{name}" is not a file of this project')
 
 
 if __name__ == "__main__":

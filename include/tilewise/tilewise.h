@@ -191,7 +191,7 @@ typedef struct tilewise_attention {
   /* A shard: the rows, keys, heads or sequences of this problem are those of a larger one from the
    * offsets on. With the fields below, results are those of the larger problem. bias, alibi_slopes
    * and all other tensors are the shard's own: pointers into those of the larger problem, with its
-   * strides. All 0: the problem is no shard. */
+   * strides. All 0: the problem is not a shard. */
   const int32_t* diagonal; /* [B], in the memory of the device: the key with which row i of a
                               sequence is aligned is i + Sk - Sq + diagonal. For rows and keys from
                               row_offset and key_offset on of a sequence of Sq' rows and Sk' keys,

@@ -138,8 +138,8 @@ def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> 
         return  # entries past the keys in use may have any value
     b, i = divmod(int((bad.reshape(-1) * 1).argmax()), table.shape[1])
     raise ValueError(
-        f"block_table[{b}, {i}] is {int(table[b, i])}, but must be from 0 and less than {pages}, "
-        "the pages of k_cache"
+        f"block_table[{b}, {i}] is {int(table[b, i])}, but must be >= 0 and less than {pages}, "
+        "the number of pages of k_cache"
     )
 
 
@@ -164,6 +164,8 @@ class Entries(NamedTuple):
 
 
 def _entry(name: str, value: int, low: int, high: int, what: str) -> None:
+    if high < low:  # a row or a page of a cache that has none
+        raise ValueError(f"{name} is {value}, but no value is valid, because k_cache is empty")
     if not low <= value <= high:
         allowed = str(low) if low == high else f"from {low} to {high}"
         raise ValueError(f"{name} is {value}, but must be {allowed}: {what}")

@@ -33,7 +33,7 @@ def attention(
         v: Values, of the kind, dtype and device of q.
         causal: Row i sees key j if j <= i + seqlen_k - seqlen_q (aligned bottom-right).
         window: (left, right): row i sees at most that many keys before and after its diagonal key
-            i + seqlen_k - seqlen_q; None or a negative number is no limit. causal sets right to 0.
+            i + seqlen_k - seqlen_q; None or a number < 0 means no limit. causal sets right to 0.
         scale: Factor of q.k; None is 1 / sqrt(head_dim). A tensor of one element is differentiable.
         softcap: c > 0 replaces a score s by c * tanh(s / c); 0 is off.
         bias: Added to the scores after softcap; broadcastable to [batch, heads_q, seqlen_q,

@@ -63,9 +63,9 @@ BAD = {
     "a header that does not exist": (
         "includes",
         {"src/cpu/a.cpp": '#include "cpu/gone.h"\n'},
-        '"cpu/gone.h" is no file of this project',
+        '"cpu/gone.h" is not a file of this project',
     ),
-    "a folder without a place": ("includes", {"src/extra/a.h": "\n"}, "src/extra is no layer"),
+    "a folder without a place": ("includes", {"src/extra/a.h": "\n"}, "src/extra is not a layer"),
     "kernels include the planner": (
         "includes",
         {"src/cuda/wgmma/a.cuh": '#include "cuda/plan.h"\n', "src/cuda/plan.h": "\n"},

@@ -1,7 +1,7 @@
 """The functions of FlashAttention-3's ``flash_attn_interface``, implemented by Tilewise's kernels.
 
 The options mean the same in all functions. Rows and keys are aligned bottom-right: row i sees key j
-if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 is no limit;
+if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 means no limit;
 causal sets the right side to 0. With ``attention_chunk``, a row sees only keys of its own chunk.
 ``qv`` adds qv . v to q . k (then head_dim + head_dim_v may be at most 512). The functions are
 differentiable. ``return_attn_probs`` adds the log-sum-exp, fp32 [B, H, Sq] or [H, T], which is

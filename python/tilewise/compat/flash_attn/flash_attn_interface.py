@@ -1,7 +1,7 @@
 """The functions of ``flash_attn.flash_attn_interface``, implemented by Tilewise's kernels.
 
 The options mean the same in all functions. Rows and keys are aligned bottom-right: row i sees key j
-if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 is no limit;
+if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 means no limit;
 causal sets the right side to 0. Scores are multiplied by softmax_scale (None: 1 / sqrt(head_dim)),
 capped by softcap, and lowered by ``alibi_slope * |i + Sk - Sq - j|``. k and v may have fewer heads
 than q. Invalid arguments raise ValueError, TypeError or RuntimeError with the argument's name.

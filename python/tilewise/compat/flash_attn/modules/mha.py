@@ -52,7 +52,7 @@ class FlashSelfAttention(nn.Module):
         causal: Whether later keys are hidden.
         softmax_scale: Factor of the scores; None is 1 / sqrt(head_dim).
         attention_dropout: Probability of dropping a weight, applied only in training.
-        window_size: (left, right), where -1 is no limit.
+        window_size: (left, right), where -1 means no limit.
         alibi_slopes: [H] or None.
         deterministic: Compute bitwise equal gradients in every run.
     """

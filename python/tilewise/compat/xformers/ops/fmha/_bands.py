@@ -15,7 +15,7 @@ from tilewise.compat.xformers.ops.fmha._lengths import Device
 
 
 class Band(NamedTuple):
-    """Row i sees the keys from i - left to i + right, where None is no limit.
+    """Row i sees the keys from i - left to i + right, where None means no limit.
 
     The diagonal j = i starts at the first row and key (top_left), or ends at the last ones.
     """
