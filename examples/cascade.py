@@ -51,20 +51,22 @@ def make(options: argparse.Namespace) -> Problem:
     """A problem with suffixes of different lengths."""
     torch.manual_seed(0)
     b, size = options.sequences, options.page_size
-    common, own = options.prefix // size, -(-options.suffix // size)
+    prefix_pages, suffix_pages = options.prefix // size, -(-options.suffix // size)
+    total = prefix_pages + b * suffix_pages
     page = (size, options.kv_heads, options.head_dim)
     kind = dict(device=options.device, dtype=models.DTYPES[options.dtype])
-    k_pages, v_pages = (torch.randn(common + b * own, *page, **kind) for _ in range(2))
-    shared = torch.arange(common).expand(b, common)
-    table = torch.cat([shared, common + torch.arange(b * own).view(b, own)], 1)
-    lengths = common * size + torch.randint(1, options.suffix + 1, (b,))
+    k_pages, v_pages = (torch.randn(total, *page, **kind) for _ in range(2))
+    shared = torch.arange(prefix_pages).expand(b, prefix_pages)
+    separate = torch.arange(prefix_pages, total).view(b, suffix_pages)
+    table = torch.cat([shared, separate], 1)
+    lengths = prefix_pages * size + torch.randint(1, options.suffix + 1, (b,))
     return Problem(
         torch.randn(b, 1, options.heads, options.head_dim, **kind),
         k_pages,
         v_pages,
         table.to(options.device, torch.int32),
         lengths.to(options.device, torch.int32),
-        common * size,
+        prefix_pages * size,
     )
 
 

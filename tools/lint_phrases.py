@@ -100,7 +100,7 @@ def _blank(text: str) -> str:
 
 
 def _comment_lines(comments: list[tuple[int, str]], code: list[bool]) -> Iterator[Block]:
-    """Blocks of comment lines; a comment behind code starts one, and comment lines continue it."""
+    """Blocks of comment lines; a comment after code starts one, and comment lines continue it."""
     first, lines = 0, list[str]()
     for number, text in comments:
         if lines and (number != first + len(lines) or code[number - 1]):

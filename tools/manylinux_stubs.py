@@ -77,7 +77,7 @@ def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Sy
     versions: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, kind, version in exported(library):
         versions[name].append((kind, version))
-    own: Symbols = {}
+    kept: Symbols = {}
     moved: Symbols = {}
     for name, found in versions.items():
         allowed = []
@@ -88,9 +88,9 @@ def newest_allowed(library: str, limits: dict[str, tuple[int, ...]]) -> tuple[Sy
         if not allowed:
             continue
         merged = limits["GLIBC"] < MERGED and any(v == "GLIBC_2.34" for _, v in found)
-        to = moved if merged else own
+        to = moved if merged else kept
         to[name] = max(allowed, key=lambda symbol: number(symbol[1]))
-    return own, moved
+    return kept, moved
 
 
 def write_stub(path: Path, soname: str, symbols: Symbols, compiler: str) -> None:
@@ -122,11 +122,11 @@ def write_folder(folder: Path, limits: dict[str, tuple[int, ...]], compiler: str
     libc, moved = newest_allowed(system("libc.so.6"), limits)
     write_stub(folder / "libc.so.6", "libc.so.6", libc, compiler)
     for soname, beginnings in MOVED.items():
-        own = {name: version for name, version in moved.items() if name.startswith(beginnings)}
-        write_stub(folder / soname.rpartition(".")[0], soname, own, compiler)
+        symbols = {name: version for name, version in moved.items() if name.startswith(beginnings)}
+        write_stub(folder / soname.rpartition(".")[0], soname, symbols, compiler)
     for soname, file in (("libm.so.6", "libm.so"), ("libstdc++.so.6", "libstdc++.so.6")):
-        own, _ = newest_allowed(system(soname), limits)
-        write_stub(folder / file, soname, own, compiler)
+        kept, _ = newest_allowed(system(soname), limits)
+        write_stub(folder / file, soname, kept, compiler)
     source, compiled = folder / "compatible.c", folder / "compatible.o"
     source.write_text(SINGLE_THREADED)
     run(compiler, "-x", "c", "-fPIC", "-fvisibility=hidden", "-c", str(source), "-o", str(compiled))

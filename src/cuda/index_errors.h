@@ -14,7 +14,7 @@ std::string sentence(const IndexFault& fault);
 // or keys (`noun`) of its sequence.
 std::string range_rule(int64_t highest, const char* noun);
 
-// The same for an entry of cache_seqlens: `rows` new keys must fit behind it into a cache for
+// The same for an entry of cache_seqlens: `rows` new keys must fit after it into a cache for
 // `capacity` keys.
 std::string cache_length_rule(int64_t rows, int64_t capacity);
 

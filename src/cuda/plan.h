@@ -55,8 +55,8 @@ void plan_backward_grid(Plan& plan, const Request& request);
 int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu);
 
 // Whether 0 * NaN of a masked key may contaminate a row, because some key tile has keys that only
-// some rows attend to. See Flags. False when the limits of
-// the band lie outside of every sequence, as with a single causal row.
+// some rows attend to (see Flags). False when the limits of the band lie outside of every sequence,
+// as with a single causal row.
 bool nan_may_leak(const Problem& p);
 
 // A region of the workspace, in bytes. Its size is 0 if the plan does not use it.

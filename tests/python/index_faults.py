@@ -162,14 +162,16 @@ def expect(b: Built) -> Expected:
             bad = [k for k in keys.tolist() if not 0 <= pages[k // size] < b.pages]
             result.bad_pages[s] = {k - begin for k in bad}
             places = np.clip(pages, 0, b.pages - 1)[keys // size] * size + keys % size
-            own = s * b.seqlen_k + keys
+            grad_keys = s * b.seqlen_k + keys
         elif "cu_seqlens_k" in b.meta:
-            places = own = b.meta["cu_seqlens_k"][s].item() + keys
+            places = grad_keys = b.meta["cu_seqlens_k"][s].item() + keys
         else:
             slots = entries_of(b, "kv_batch_idx")
             places = (s if slots is None else slots[s]) * b.seqlen_k + keys
-            own = s * b.seqlen_k + keys
-        result.sequences.append(oracle.SequenceIndices(s, first + np.arange(rows), places, own))
+            grad_keys = s * b.seqlen_k + keys
+        result.sequences.append(
+            oracle.SequenceIndices(s, first + np.arange(rows), places, grad_keys)
+        )
     return result
 
 

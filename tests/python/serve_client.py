@@ -109,8 +109,8 @@ def serving(
 
     The model runs in float32: in bfloat16 two tokens might be equally likely.
     """
-    model, own = models.load(MODEL, device, "fp32")
-    tokenizer = tokenizer or own
+    model, default = models.load(MODEL, device, "fp32")
+    tokenizer = tokenizer or default
     service = Service(Engine(model, tokenizer, **options))
     app = serve_http.create_app(service, tokenizer, MODEL, limits)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))

@@ -27,8 +27,8 @@ def test_reported_bytes_match_what_the_kernels_read():
     options = cascade.parse([*SMALL, "--prefix", "64", "--page-size", "16"])
     p = cascade.make(options)
     key = 2 * 2 * 64 * 4  # keys and values, 2 heads of 64 floats
-    own = int(p.lengths.sum()) - 5 * 64
-    assert cascade.bytes_read(p) == ((5 * 64 + own) * key, (64 + own) * key)
+    suffixes = int(p.lengths.sum()) - 5 * 64
+    assert cascade.bytes_read(p) == ((5 * 64 + suffixes) * key, (64 + suffixes) * key)
 
 
 def test_wrong_merge_is_detected(monkeypatch, capsys):

@@ -160,8 +160,8 @@ def check_gradients(
     rows = np.zeros(len(got["q"]), bool)
     for s, (first, last) in enumerate(e.rows):
         if lost[s]:
-            own = np.arange(first, last) if e.lost[s] else e.sequences[s].rows
-            assert np.isnan(got["q"][own]).all(), f"dq of sequence {s}: {where}"
+            rows_lost = np.arange(first, last) if e.lost[s] else e.sequences[s].rows
+            assert np.isnan(got["q"][rows_lost]).all(), f"dq of sequence {s}: {where}"
         else:
             rows[e.sequences[s].rows] = True
     keys = np.zeros(len(got["k"]), bool)

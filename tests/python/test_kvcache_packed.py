@@ -122,8 +122,8 @@ def test_bias_with_uniform_rows(shape: tuple[int, ...], page_size: int) -> None:
     bias = bias.expand(2, 4, 3, CAPACITY).double()
     for b, length in enumerate(lengths):
         k, v = (cache.as_contiguous(x)[b, :length].double() for x in (cache.k, cache.v))
-        own = bias[b, :, :, :length]
-        want, _ = reference.attend_one(q[b].double(), k, v, bias=own, causal=True)
+        bias_of_sequence = bias[b, :, :, :length]
+        want, _ = reference.attend_one(q[b].double(), k, v, bias=bias_of_sequence, causal=True)
         assert_as_good(out[b], None, want, 2, "out")
 
 

@@ -30,11 +30,11 @@ def each_sequence(q, k, v, *, bias=None, alibi_slopes=None, **options):
     for b in range(len(STARTS_Q) - 1):
         rows, keys = slice(*STARTS_Q[b : b + 2]), slice(*STARTS_K[b : b + 2])
         count = rows.stop - rows.start, keys.stop - keys.start
-        own = {} if bias is None else {"bias": bias[b : b + 1, :, : count[0], : count[1]]}
+        of_sequence = {} if bias is None else {"bias": bias[b : b + 1, :, : count[0], : count[1]]}
         if alibi_slopes is not None:
-            own["alibi_slopes"] = alibi_slopes[b]
+            of_sequence["alibi_slopes"] = alibi_slopes[b]
         out, lse = tilewise.attention(
-            q[None, rows], k[None, keys], v[None, keys], return_lse=True, **own, **options
+            q[None, rows], k[None, keys], v[None, keys], return_lse=True, **of_sequence, **options
         )
         outs.append(out[0])
         lses.append(lse[0])

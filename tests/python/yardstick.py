@@ -99,15 +99,19 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
     def rows_of(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, *x.shape[-2:])
 
-    def own_rows(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
+    def separate_keys(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
         """Keys copied to where their gradients go, so that sequences that share keys get separate
         ones."""
-        own, flat = torch.zeros(target.shape, dtype=dtype, device=x.device), rows_of(x)
+        keys, flat = torch.zeros(target.shape, dtype=dtype, device=x.device), rows_of(x)
         for sequence in b.sequences:
-            own[index(sequence.grad_keys, x.device)] = flat[index(sequence.keys, x.device)]
-        return leaf(own)
+            keys[index(sequence.grad_keys, x.device)] = flat[index(sequence.keys, x.device)]
+        return leaf(keys)
 
-    leaves = {"q": leaf(rows_of(b.q)), "k": own_rows(b.k, want.dk), "v": own_rows(b.v, want.dv)}
+    leaves = {
+        "q": leaf(rows_of(b.q)),
+        "k": separate_keys(b.k, want.dk),
+        "v": separate_keys(b.v, want.dv),
+    }
     leaves["scale"] = leaf(torch.tensor(b.scale, device=b.q.device))
     if b.bias is not None:
         leaves["bias"] = leaf(b.bias)

@@ -60,8 +60,8 @@ class Setup:
         """Tables to force. On Hopper this includes its own mma_sync table, as the GPU's choice is
         wgmma.
         """
-        own = ("90",) if self.architecture == "90" else ()
-        return (*own, *FORCED, *self.foreign)
+        mma_sync = ("90",) if self.architecture == "90" else ()
+        return (*mma_sync, *FORCED, *self.foreign)
 
     @property
     def sm(self) -> int:

@@ -68,8 +68,8 @@ def record(path: Path, checks: Iterable[Any]) -> int:
     records = [r for r in load(path) if r["machine"] != machine]
     added = 0
     for isa in dict.fromkeys(c.isa for c in checks if not c.isa.startswith("gpu")):
-        own = [c for c in checks if c.isa == isa]
-        if not all(c.passed for c in own):
+        of_isa = [c for c in checks if c.isa == isa]
+        if not all(c.passed for c in of_isa):
             continue
         added += 1
         records.append(
@@ -79,8 +79,8 @@ def record(path: Path, checks: Iterable[Any]) -> int:
                 "machine": machine,
                 "version": system.versions()["tilewise"],
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-                "dtypes": sorted({c.dtype for c in own}),
-                "checks": len(own),
+                "dtypes": sorted({c.dtype for c in of_isa}),
+                "checks": len(of_isa),
             }
         )
     records.sort(key=lambda r: (r["kernel"], r["machine"]))
@@ -98,7 +98,7 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
     stages = result["stages"]
     ran = stages.get("tests", {})
     sm = int(result["gpu"]["compute_capability"].replace(".", ""))
-    own = max((table for table in TABLES if table <= sm), default=0)
+    chosen = max((table for table in TABLES if table <= sm), default=0)
     kernels = [name.split(".") for name in stages.get("smoke", {}).get("kernels", [])]
     records = []
     families = dict.fromkeys(".".join(parts[:2]) for parts in kernels)
@@ -110,7 +110,7 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
                 continue
             if not report["passed"] or report.get("failed") or report.get("not_run"):
                 continue
-            table = int(forced[1]) if forced else own
+            table = int(forced[1]) if forced else chosen
             if family != "cuda.mma_sync":
                 if forced:  # its kernels have one table or none, so this run adds nothing
                     continue
@@ -118,7 +118,7 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
             elif not forced and "cuda.wgmma" in families:
                 continue
             how = ""
-            if family == "cuda.mma_sync" and table != own:
+            if family == "cuda.mma_sync" and table != chosen:
                 how = ", by PTX" if table in PTX_TABLES else ", compiled for it"
             records.append(
                 {
@@ -144,14 +144,14 @@ def status(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     recorded = {r.get("table", 0) for r in records if r["device"] == "cuda"}
     rows = []
     for family in dict.fromkeys(row["kernel"] for row in system.kernels()):
-        own = [r for r in records if r["kernel"] == family]
+        of_family = [r for r in records if r["kernel"] == family]
         if not family.startswith("cuda."):
-            rows.append(_row(family, own, True))
+            rows.append(_row(family, of_family, True))
             continue
         tables = sorted(t for t in built | recorded if family == family_of(t))
         for table in tables:
             name = f"{family} tiles of {gpu.table_name(table)}" if table else family
-            runs = [r for r in own if r.get("table", 0) == table]
+            runs = [r for r in of_family if r.get("table", 0) == table]
             rows.append(_row(name, runs, table in built))
         if not tables:
             rows.append(_row(family, [], False))

@@ -1,5 +1,5 @@
 // tilewise_append_kv on a GPU, as src/cpu/append.cpp does it: q_out = rotary(q), and k_new (after
-// rotary embedding) and v_new are written into the cache behind the keys in use.
+// rotary embedding) and v_new are written into the cache after the keys in use.
 //
 // A warp takes kAppendHeads heads of one row of q, of k_new or of v_new, in this order; grid
 // append_blocks(a). Reads q, k_new, v_new, the rotary tables and the index arrays; writes q_out,
@@ -23,7 +23,7 @@ struct AppendRow {
   int64_t index;
   int64_t batch_index;
   int64_t row;
-  bool in_sequence;  // false behind the last sequence
+  bool in_sequence;  // false after the last sequence
 
   TILEWISE_DEVICE static AppendRow of(int64_t flat, int64_t batch, int64_t rows_per_sequence,
                                       const int32_t* cu_seqlens) {

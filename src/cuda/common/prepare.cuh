@@ -303,7 +303,7 @@ struct Clear {
   TILEWISE_DEVICE void rows() const {
     const Problem& p = params.problem;
     if (params.rows.view.data == nullptr && params.lse == nullptr) return;
-    // Without seqused_q only rows behind the sequences can be unused, so no other row is tested.
+    // Without seqused_q only rows after the sequences can be unused, so no other row is tested.
     int64_t first = 0;
     if (p.seqused_q == nullptr) {
       if (p.cu_seqlens_q == nullptr)
@@ -331,7 +331,7 @@ struct Clear {
     const ClearTask& dk = params.keys[0];
     const ClearTask& dv = params.keys[1];
     if (dk.view.data == nullptr && dv.view.data == nullptr) return;
-    // Without seqused_k, leftpad_k and gradients per sequence, only keys behind the sequences can
+    // Without seqused_k, leftpad_k and gradients per sequence, only keys after the sequences can
     // be unused, so no other key is tested.
     int64_t first = 0;
     if (p.seqused_k == nullptr && p.leftpad_k == nullptr && !keys_per_sequence(p)) {

@@ -165,7 +165,7 @@ def _attend_padded(module, q, k, v, causal, key_padding_mask):
 
 
 class SelfAttention(nn.Module):
-    """Attention of a packed qkv with a key padding mask; a row that sees no key is 0."""
+    """Attention of a packed qkv with a key padding mask; rows that see no key give 0."""
 
     def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
         super().__init__()

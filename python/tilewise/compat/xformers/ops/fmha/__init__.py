@@ -61,7 +61,7 @@ def memory_efficient_attention(
         output_dtype: dtype of the result; None is that of query.
 
     Returns:
-        [B, Mq, H, Kv], or with the dimensions of query. A row that sees no key is 0.
+        [B, Mq, H, Kv], or with the dimensions of query. Rows that see no key give 0.
 
     Raises:
         TypeError: an argument has the wrong type or dtype, or the mask is of an unknown class.
@@ -151,7 +151,7 @@ def _with_heads(name: str, x: Tensor, query: Tensor) -> Tensor:
 
 
 def _heads_of_keys(*tensors: Tensor) -> list[Tensor]:
-    """Keys and values [B, M, heads, K], with heads that ``expand`` has repeated only once."""
+    """Keys and values [B, M, heads, K]; of heads that ``expand`` has repeated, only one."""
     repeated = all(x.stride(-2) == 0 for x in tensors)
     once = [x[..., :1, :] if repeated else x for x in tensors]
     return [maybe_contiguous(x.flatten(2, 3) if x.dim() == 5 else x) for x in once]
