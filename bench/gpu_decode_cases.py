@@ -179,11 +179,11 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
         yield Contestant("cudnn", _cudnn(q, heads_first), x.full)
         yield Contestant("fa2", _fa2(q, heads_first), x.full)
         if gpu_decode_cudnn.installed():
-            for name, of in SAME_CACHE_PEERS.items():
-                if case.batch == 1 and "lognormal" in of:
+            for name, same in SAME_CACHE_PEERS.items():
+                if case.batch == 1 and "lognormal" in same:
                     continue
-                lengths = {"lognormal": x.lognormal, "inside": x.inside}.get(of.split()[0], x.full)
-                size = int(of.partition("page")[2] or 0)
+                lengths = {"lognormal": x.lognormal, "inside": x.inside}.get(same.split()[0], x.full)
+                size = int(same.partition("page")[2] or 0)
                 yield Contestant(name, _cudnn_varlen(x, lengths, size), lengths, size)
         if fa3_installed():
             yield Contestant("fa3", _fa3(x), x.full)

@@ -62,7 +62,7 @@ def _check_whole(path: Path) -> None:
     (sections,) = struct.unpack_from("<Q", head, 40)
     size, count = struct.unpack_from("<HH", head, 58)
     if path.stat().st_size < sections + size * count:
-        raise LibraryNotFoundError(f"{path} is damaged, its end is missing: reinstall tilewise")
+        raise LibraryNotFoundError(f"{path} is damaged (its end is missing): reinstall tilewise")
 
 
 def _load_error(path: Path, error: OSError) -> LibraryNotFoundError:
@@ -70,7 +70,7 @@ def _load_error(path: Path, error: OSError) -> LibraryNotFoundError:
     detail = error.__cause__ or error  # torch's own error does not repeat the loader's message
     for pattern, reason in _REASONS:
         if re.search(pattern, str(detail)):
-            return LibraryNotFoundError(f"{path} cannot be loaded, {reason} ({detail})")
+            return LibraryNotFoundError(f"{path} cannot be loaded because {reason} ({detail})")
     return LibraryNotFoundError(f"{path} cannot be loaded: {detail}")
 
 

@@ -51,7 +51,7 @@ class Options(NamedTuple):
     heads_first: bool = False
 
 
-# Bits of the argument `wanted` of backward; the values are those of bindings/torch/ops.cpp.
+# Bits of the argument `wanted` of backward; the values are those of bindings/torch/attention.h.
 WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
 
 OPTION_COUNT = len(Options._fields)
