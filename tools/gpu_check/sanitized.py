@@ -275,10 +275,10 @@ def main() -> int:
     parser.add_argument("--emulated", action="store_true", help="a build that emulates the GPU")
     parser.add_argument("--only", default="", help="problems whose name contains this")
     given = parser.parse_args()
-    share, of = (int(x) for x in given.share.split("/"))
+    share, count = (int(x) for x in given.share.split("/"))
     memory: Memory = Host() if given.emulated else Gpu()
     known = problems(given.only)
-    wanted: Any = list(known)[share::of]
+    wanted: Any = list(known)[share::count]
     if given.queue:
         wanted = taken(given.queue, given.only, given.until)
     done, name = [], ""
