@@ -23,7 +23,7 @@ struct Plan {
   static constexpr int64_t kMaxBlocks = INT32_MAX;  // per grid
 
   Form form = Form::plain;
-  int32_t architecture = 0;  // tile table; 0 in a family without
+  int32_t architecture = 0;  // tile table; 0 in a family without tables
   int32_t head_dim = 0;      // of the kernels; at least that of the problem
   int32_t tile_q = 0;
   int32_t tile_k = 0;

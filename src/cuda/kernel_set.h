@@ -33,7 +33,7 @@ struct Tile {
 
 struct KernelSet {
   const FamilyRow* family = nullptr;
-  int32_t architecture = 0;  // tile table; 0 in a family without
+  int32_t architecture = 0;  // tile table; 0 in a family without tables
   int32_t dtype = 0;
   bool tf32 = false;
   int32_t head_dim = 0;

@@ -11,7 +11,7 @@ namespace tilewise::cuda {
 // The kernel sets of a registry that may serve a request.
 struct KernelQuery {
   const FamilyRow* family;
-  int32_t table;  // tile table; 0 in a family without
+  int32_t table;  // tile table; 0 in a family without tables
   int32_t dtype;  // that the kernels are compiled for
   bool tf32 = false;
 };

@@ -67,7 +67,7 @@ struct CombinedRow {
   }
 };
 
-// Computes a row again whose splits must not be combined (combine_is_inexact). The call must be the
+// Recomputes a row whose splits must not be combined (combine_is_inexact). The call must be the
 // last thing that a warp does: whatever is live across a call lies in local memory, on the usual
 // path as well. (H200, 24 sequences of 8k keys, 16/1 heads: 33 -> 37 us.)
 template <class T>
@@ -200,8 +200,7 @@ struct Combine {
     return all;
   }
 
-  // Sets the weights and returns the lse of the row. `lane_lse`: that of the
-  // lane's first split.
+  // Sets the weights and returns the lse of the row. `lane_lse`: that of the lane's first split.
   TILEWISE_DEVICE float set_weights(float lane_lse, float sink) {
     const int32_t next = first_split() + splits_per_pass();
     float highest = lane_lse;
