@@ -182,7 +182,8 @@ def contestants(case: Case, x: Inputs) -> Iterator[Contestant]:
             for name, same in SAME_CACHE_PEERS.items():
                 if case.batch == 1 and "lognormal" in same:
                     continue
-                lengths = {"lognormal": x.lognormal, "inside": x.inside}.get(same.split()[0], x.full)
+                special = {"lognormal": x.lognormal, "inside": x.inside}
+                lengths = special.get(same.split()[0], x.full)
                 size = int(same.partition("page")[2] or 0)
                 yield Contestant(name, _cudnn_varlen(x, lengths, size), lengths, size)
         if fa3_installed():
