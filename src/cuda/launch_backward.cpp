@@ -43,7 +43,7 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   return prepared.checked_problem;
 }
 
-// Launches the kernels that complete flagged tiles.
+// Launches the kernels that recompute flagged tiles.
 void recompute_flagged(const BackwardLaunch& all) {
   const Problem& p = all.problem;
   const KernelSet& kernel_set = *all.plan.nan_recompute;

@@ -25,7 +25,7 @@ const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
 // the kernel set itself.
 const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& request, const Gpu& gpu);
 
-// The kernels that complete flagged tiles (FamilyRow::recompute_kernels); null: there are none.
+// The kernels that recompute flagged tiles (FamilyRow::recompute_kernels); null: there are none.
 const KernelSet* find_recompute_kernels(const Request& request, const Target& target);
 
 // Whether the fast path serves the request: it has no option of the general form, and every row

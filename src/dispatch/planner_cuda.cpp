@@ -10,7 +10,7 @@ namespace {
 
 std::string sm_text(const Device& device) { return "sm_" + std::to_string(device.gpu.sm); }
 
-// The family that completes results of others.
+// The family whose kernels recompute flagged tiles of other families.
 const cuda::FamilyRow* recomputing_family(const Device& device) {
   for (const cuda::FamilyRow* row : families_of(device).cuda) {
     if (row->recompute_kernels != nullptr) return row;

@@ -53,7 +53,8 @@ class MemoryBarriers {
     uint32_t first_write = 0;  // when the oldest of `writes` started
     std::vector<AsyncWrite> writes;
     std::vector<int> waiting;
-    Clock arriving, complete;  // known to the threads that arrived; up to the last full phase
+    Clock arriving;  // what the threads knew that have arrived
+    Clock complete;  // the same at the end of the last phase, which waiting threads learn
   };
 
   Barrier& find(uint32_t address, const char* what);

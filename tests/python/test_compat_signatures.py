@@ -186,7 +186,7 @@ SIGNATURES = {
 
 
 def entries():
-    """(module, name, parameters and result) from the tables; a name starts an unindented line."""
+    """(module, name, parameters and result) from the tables, where continued lines are indented."""
     for module, text in SIGNATURES.items():
         joined = []
         for line in text.strip("\n").splitlines():

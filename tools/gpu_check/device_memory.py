@@ -23,7 +23,7 @@ class Host:
         return area
 
     def empty(self, size: int) -> int:
-        """64-byte aligned bytes that have not been written."""
+        """The address of 64-byte aligned memory; its bytes are 0xFF, so reading it gives NaN."""
         area = np.full(size + 64, 0xFF, np.uint8)
         self.kept.append(area)
         return -(-area.ctypes.data // 64) * 64

@@ -85,7 +85,7 @@ constexpr FamilyRow kFamily = {
     .why_not = why_not,
     .plan = plan,
     .launch = launch_pass<launch_forward, launch_backward>,
-    // A masked key is not part of any sum of these kernels, so they may complete flagged tiles.
+    // A masked key is not part of any sum of these kernels, so they may recompute flagged tiles.
     .recompute_kernels = find,
 };
 
