@@ -230,7 +230,7 @@ Products::Accumulator& Products::accumulator_for(float* d, int n, int lane) {
 // Takes a lane's part of the sums from its registers, which are poison from here on.
 void Products::take_sums(Accumulator& sums, float* d, int lane, bool add) const {
   const auto index = static_cast<size_t>(lane);
-  const bool fenced = lanes_[index].fences > sums.landed[index] || sums.d[index] != d;
+  const bool fenced = lanes_[index].fences > sums.fences_at_landing[index] || sums.d[index] != d;
   for (int j = 0; j < sums.n / 8; ++j) {
     for (int half = 0; half < 2; ++half) {
       float* to = &sums.sums[lane / 4 + 8 * half][8 * j + lane % 4 * 2];
@@ -252,7 +252,7 @@ void Products::put_sums(Accumulator& sums) {
         std::memcpy(d + 4 * j + 2 * half, &sums.sums[lane / 4 + 8 * half][8 * j + lane % 4 * 2], 8);
       }
     }
-    sums.landed[static_cast<size_t>(lane)] = lanes_[static_cast<size_t>(lane)].fences;
+    sums.fences_at_landing[static_cast<size_t>(lane)] = lanes_[static_cast<size_t>(lane)].fences;
   }
   sums.used = ++uses_;
 }

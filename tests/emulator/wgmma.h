@@ -45,8 +45,8 @@ class Products {
   static constexpr int kWarpLanes = 32;
 
   struct Accumulator {
-    std::array<float*, kWarpLanes> d{};         // null until the lane issues its first product
-    std::array<uint64_t, kWarpLanes> landed{};  // how many fences the lane had executed by then
+    std::array<float*, kWarpLanes> d{};  // null until the lane issues its first product
+    std::array<uint64_t, kWarpLanes> fences_at_landing{};  // of the lane, when the sums landed
     int n = 0;
     int in_flight = 0;  // products
     uint64_t used = 0;  // time of last use, for reuse
