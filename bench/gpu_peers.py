@@ -27,9 +27,9 @@ def _cases() -> list[dict[str, Any]]:
 
 
 def best_over_cudnn(case: Case) -> float:
-    """The best peer's speed over cuDNN's at the measured point of nearest length with the same
-    direction, head dimension and mask that, like `case`, does or does not group heads; 1 if there
-    is none (then cuDNN is the only peer).
+    """The best peer's speed over cuDNN's at the measured point that resembles `case` most: the one
+    of nearest length among those with the same direction, head dimension and mask, and with grouped
+    heads if `case` has them. 1 if there is none (then cuDNN is the only peer).
     """
     similar = [
         c

@@ -280,7 +280,7 @@ def of_families(families: Families) -> list[str]:
     """One line per family."""
     return [
         f"{name}: {f.files} files of machine code, {f.code} bytes, {f.inside} inside the library"
-        + (f" (allowed are {LARGEST_FAMILY[name] - 1})" if name in LARGEST_FAMILY else "")
+        + (f" (at most {LARGEST_FAMILY[name] - 1} are allowed)" if name in LARGEST_FAMILY else "")
         for name, f in sorted(families.items())
     ]
 
@@ -380,9 +380,11 @@ def faults(now: Ledger, before: Ledger, library_bytes: int, families: Families) 
         if key not in before or cost.stack > before[key].stack
     ]
     if library_bytes >= LARGEST_LIBRARY:
-        found.append(f"the library has {library_bytes} bytes, allowed are {LARGEST_LIBRARY - 1}")
+        allowed = LARGEST_LIBRARY - 1
+        found.append(f"the library has {library_bytes} bytes, at most {allowed} are allowed")
     found += [
-        f"{name} has {families[name].inside} bytes of the library, allowed are {largest - 1}"
+        f"{name} has {families[name].inside} bytes of the library, "
+        f"at most {largest - 1} are allowed"
         for name, largest in LARGEST_FAMILY.items()
         if name in families and families[name].inside >= largest
     ]

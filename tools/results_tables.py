@@ -243,7 +243,9 @@ def filled(page: Path, text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         if match[2] not in TABLES:
             known = ", ".join(TABLES)
-            raise SystemExit(f"{page}: no table {match[2]!r}; allowed are {known}")
+            raise SystemExit(
+                f"{page}: the table {match[2]!r} is unknown; it must be one of {known}"
+            )
         body = TABLES[match[2]]()
         if page.parent != ROOT:  # links are relative to the page
             body = body.replace("](docs/results/", "](results/")

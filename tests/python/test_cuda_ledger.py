@@ -139,7 +139,7 @@ def test_differences_are_found():
     assert tool.differences(before, now) == [f"{key}: new"]
 
 
-def test_a_part_replaces_its_units_and_keeps_the_rest():
+def test_a_part_replaces_its_kernels_and_keeps_the_rest():
     whole = tool.text_of(ledger(), "13.0", tool.of_library(123, FAMILIES))
     some = {tool.key_of(FORWARD, 90): tool.Cost(160, 0, 1024, 9000)}
     text = tool.with_part(some, "13.0", whole)
@@ -182,10 +182,10 @@ def test_fast_path_stack_growth_and_a_large_library_are_faults():
 
 def test_family_has_a_size_limit():
     large = FAMILIES | {"wgmma": tool.Family(12, 13_000_000, 8_000_000)}
-    wrong = ["wgmma has 8000000 bytes of the library, allowed are 7999999"]
+    wrong = ["wgmma has 8000000 bytes of the library, at most 7999999 are allowed"]
     assert tool.faults(ledger(), ledger(), 1, large) == wrong
     line = "wgmma: 12 files of machine code, 13000000 bytes, 7999999 inside the library"
-    assert f"# {line} (allowed are 7999999)\n" in tool.text_of(
+    assert f"# {line} (at most 7999999 are allowed)\n" in tool.text_of(
         ledger(), "13", tool.of_library(1, FAMILIES)
     )
 

@@ -124,33 +124,33 @@ void launch_tma_decode(const Problem& p, const Plan& plan, const ForwardParams& 
 }
 
 void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
-  ForwardLaunch all(p, plan, workspace);
-  const FormKernels& kernels = all.kernels();
+  ForwardLaunch forward(p, plan, workspace);
+  const FormKernels& kernels = forward.kernels();
   if (kernels.tma_forward.function != nullptr) {
-    launch_tma_decode(p, plan, all.params, all.start);
+    launch_tma_decode(p, plan, forward.params, forward.start);
   } else {
     cuda::launch(plan.warps_per_tile > 1 ? kernels.forward_warp_split : kernels.forward,
-                 plan.blocks, p.stream, all.params, all.start, plan.cluster_size);
+                 plan.blocks, p.stream, forward.params, forward.start, plan.cluster_size);
   }
-  all.finish();
+  forward.finish();
 }
 
 // The kernel of the keys also sums dQ.
 void launch_backward(const Request& request, const Plan& plan, void* workspace) {
   const BackwardRegions regions = backward_regions(request, plan);
-  BackwardLaunch all(request, plan, regions, workspace);
-  BackwardParams& params = all.params;
+  BackwardLaunch backward(request, plan, regions, workspace);
+  BackwardParams& params = backward.params;
   params.row_lse = regions.row_lse.in<float>(workspace);
   set_far_rows(params, regions.far_rows, workspace);
   params.dq_sum = regions.dq_sum.in<float>(workspace);
   const Stream stream = request.problem.stream;
   const int64_t row_tiles = row_blocks(request.problem, plan);
-  if (all.keys() || all.rows()) {
-    cuda::launch(all.kernels().prepare, row_tiles, stream, params);
-    cuda::launch(all.kernels().backward, plan.blocks, stream, params);
+  if (backward.keys() || backward.rows()) {
+    cuda::launch(backward.kernels().prepare, row_tiles, stream, params);
+    cuda::launch(backward.kernels().backward, plan.blocks, stream, params);
   }
-  if (all.rows()) cuda::launch(all.kernels().finish, row_tiles, stream, params);
-  all.finish();
+  if (backward.rows()) cuda::launch(backward.kernels().finish, row_tiles, stream, params);
+  backward.finish();
 }
 
 }  // namespace

@@ -54,22 +54,22 @@ Plan plan(const Request& request, const Target& target) {
 }
 
 void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
-  ForwardLaunch all(p, plan, workspace);
-  cuda::launch(all.kernels().forward, plan.blocks, p.stream, all.params, all.start);
-  all.finish();
+  ForwardLaunch forward(p, plan, workspace);
+  cuda::launch(forward.kernels().forward, plan.blocks, p.stream, forward.params, forward.start);
+  forward.finish();
 }
 
 // Each pass over the scores computes either dK and dV or dQ.
 void launch_backward(const Request& request, const Plan& plan, void* workspace) {
-  BackwardLaunch all(request, plan, backward_workspace(request, plan), workspace);
+  BackwardLaunch backward(request, plan, backward_workspace(request, plan), workspace);
   const Stream stream = request.problem.stream;
   const int64_t row_tiles = row_blocks(request.problem, plan);
-  if (all.keys()) {
-    cuda::launch(all.kernels().prepare, row_tiles, stream, all.params);
-    cuda::launch(all.kernels().backward, plan.blocks, stream, all.params);
+  if (backward.keys()) {
+    cuda::launch(backward.kernels().prepare, row_tiles, stream, backward.params);
+    cuda::launch(backward.kernels().backward, plan.blocks, stream, backward.params);
   }
-  if (all.rows()) cuda::launch(all.kernels().finish, row_tiles, stream, all.params);
-  all.finish();
+  if (backward.rows()) cuda::launch(backward.kernels().finish, row_tiles, stream, backward.params);
+  backward.finish();
 }
 
 }  // namespace

@@ -120,27 +120,27 @@ void launch_keys(const Problem& p, const Plan& plan, const BackwardParams& main)
 }
 
 void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
-  ForwardLaunch all(p, plan, workspace);
-  launch_persistent(p, plan, all.params, all.regions.tile_counter.in<int32_t>(workspace),
-                    all.regions.recompute_list.in<int32_t>(workspace));
-  all.finish();
+  ForwardLaunch forward(p, plan, workspace);
+  launch_persistent(p, plan, forward.params, forward.regions.tile_counter.in<int32_t>(workspace),
+                    forward.regions.recompute_list.in<int32_t>(workspace));
+  forward.finish();
 }
 
 void launch_backward(const Request& request, const Plan& plan, void* workspace) {
   const BackwardRegions regions = backward_regions(request, plan);
-  BackwardLaunch all(request, plan, regions, workspace);
-  BackwardParams& params = all.params;
+  BackwardLaunch backward(request, plan, regions, workspace);
+  BackwardParams& params = backward.params;
   params.row_lse = regions.row_lse.in<float>(workspace);
   set_far_rows(params, regions.far_rows, workspace);
   params.dq_sum = regions.dq_sum.in<float>(workspace);
   params.descriptors = regions.descriptors.in<TileDescriptor>(workspace);
   params.tile_counter = regions.tile_counter.in<int32_t>(workspace);
-  if (all.keys() || all.rows()) launch_keys(all.problem, plan, params);
-  if (all.rows()) {
-    cuda::launch(all.kernels().finish, row_blocks(all.problem, plan), all.problem.stream, params,
-                 Start::dependent);
+  if (backward.keys() || backward.rows()) launch_keys(backward.problem, plan, params);
+  if (backward.rows()) {
+    cuda::launch(backward.kernels().finish, row_blocks(backward.problem, plan),
+                 backward.problem.stream, params, Start::dependent);
   }
-  all.finish();
+  backward.finish();
 }
 
 }  // namespace
