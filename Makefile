@@ -224,7 +224,7 @@ GPU_PYTHON ?= python3
 BUILD_GPU ?= build/gpu-check
 gpu_environment = PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath $(BUILD_GPU))
 .PHONY: gpu-check
-gpu-check: ## tests on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,models,bench
+gpu-check: ## tests on this machine's GPU: STAGES=build,smoke,tests,sanitizer,train,models,bench,distributed
 	@$(GPU_PYTHON) tools/gpu_check.py --build $(BUILD_GPU) $(if $(STAGES),--stages $(STAGES)) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_CHECK_FLAGS)
 

@@ -1,4 +1,6 @@
-"""Processes that run functions of the tests as the ranks of gloo groups of 1 to 4 processes."""
+"""Processes that run functions of the tests as the ranks of groups of 1 to 4 processes: over gloo,
+or over NCCL with a GPU each if TILEWISE_TEST_DISTRIBUTED=cuda is in the environment.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 START = 120.0  # seconds to import torch on a busy machine
 WAIT = 60.0  # seconds after which a hang is a failure
+
+
+CUDA = os.environ.get("TILEWISE_TEST_DISTRIBUTED") == "cuda"
+
+
+def device() -> Any:
+    """The device of this rank."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if CUDA else torch.device("cpu")
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
@@ -24,8 +38,14 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=WAIT)
+    if CUDA:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout
+        "nccl" if CUDA else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=count,
+        timeout=timeout,
     )
     groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, count + 1)}
     pipe.send("ready")
@@ -42,9 +62,13 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
 
 
 class Pool:
-    """`count` processes, of which a job uses the first few."""
+    """`count` processes, or as many as there are GPUs; a job uses the first few."""
 
     def __init__(self, count: int) -> None:
+        if CUDA:
+            import torch
+
+            count = min(count, torch.cuda.device_count())
         # Forked from a process that has imported torch but started no threads: a quarter of the
         # time of importing it in each rank.
         context = multiprocessing.get_context("forkserver")
@@ -64,7 +88,12 @@ class Pool:
             pipe.recv()
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results of function(group, *arguments) on the ranks of the group of that size."""
+        """The results of function(group, *arguments) on the ranks of the group of that size.
+
+        The test is skipped if there are fewer ranks.
+        """
+        if size > len(self.pipes):
+            pytest.skip(f"needs {size} ranks, but there are {len(self.pipes)}")
         for pipe in self.pipes[:size]:
             pipe.send((function, size, arguments))
         replies = []

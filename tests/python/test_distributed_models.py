@@ -52,9 +52,9 @@ def switched(method: str = "allgather") -> Iterator[None]:
     from tilewise.integrations import sdpa
 
     library = torch.library.Library("aten", "IMPL")
-    for name, (key, ours) in sdpa.OPERATORS.items():
-        if key == "CUDA":
-            library.impl(name, ours, "CPU", allow_override=True)
+    for name, operator in (item for group in sdpa.GROUPS for item in group.items()):
+        if operator.keys == ("CUDA",):
+            library.impl(name, operator.function, "CPU", allow_override=True)
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 
     def scaled_dot_product_attention(

@@ -367,7 +367,7 @@ def test_text_of_a_result(main):
     text = main.table(result)
     assert "  native: passed 9, failed 0, skipped 5, not run 0\n" in text
     assert "    random problems: forward wgmma 7, simt 2; backward mma_sync 9\n" in text
-    assert "models     NOT run" in text and "Transformers 5.17.0" in text
+    assert "models      NOT run" in text and "Transformers 5.17.0" in text
     result["stages"]["models"] = {"passed": True, "seconds": 1, "left_out": ["MiniLM: no x"],
                                   "tests": table(3)}  # fmt: skip
     assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)

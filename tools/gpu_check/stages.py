@@ -15,6 +15,7 @@ import kernels_run
 import ptxas_notices
 
 from . import suite
+from .distributed import distributed
 from .models import models
 from .processes import PYTHON, ROOT, run, run_all, say
 from .sanitizer import sanitizer
@@ -270,4 +271,5 @@ STAGES = {
     "train": (train, 60),
     "models": (models, 240),
     "bench": (bench, 120),
+    "distributed": (distributed, 420),
 }
