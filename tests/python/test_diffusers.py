@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +171,59 @@ def test_functions_of_context_parallelism() -> None:
     torch.testing.assert_close(grads[0][0] + grads[1][0], expected[1])
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([grads[0][i], grads[1][i]], 1), expected[i + 1])
+
+
+RANK = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.set_num_threads(1)
+rank, rendezvous, degrees = int(sys.argv[1]), sys.argv[2], tuple(map(int, sys.argv[3].split(",")))
+dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+
+import tilewise.integrations.diffusers
+from diffusers import AttentionBackendName, ContextParallelConfig, ParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("ring", "ulysses"))
+ring = ContextParallelConfig(ring_degree=degrees[0], ulysses_degree=degrees[1])
+ring.setup(rank, 2, torch.device("cpu"), mesh)
+config = ParallelConfig(context_parallel_config=ring)
+
+torch.manual_seed(1)
+tensors = [torch.randn(2, 12, 4, 16, requires_grad=True) for _ in range(3)]
+dout = torch.randn(2, 12, 4, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors))
+expected = expected.transpose(1, 2)
+wanted = [expected.detach(), *torch.autograd.grad(expected, tensors, dout)]
+mine = [x.detach().chunk(2, 1)[rank].clone().requires_grad_() for x in tensors]
+out = dispatch_attention_fn(
+    *mine, backend=AttentionBackendName("tilewise"), parallel_config=config
+)
+given = [out.detach(), *torch.autograd.grad(out, mine, dout.chunk(2, 1)[rank])]
+for ours, right in zip(given, wanted, strict=True):
+    torch.testing.assert_close(ours, right.chunk(2, 1)[rank], atol=1e-5, rtol=0)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("degrees", ["2,1", "1,2"], ids=["ring", "ulysses"])
+def test_context_parallelism_of_two_processes(degrees: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "rendezvous"), degrees], env=environment,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in ranks:
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
 
 
 def test_the_name_is_a_backend_of_diffusers() -> None:
