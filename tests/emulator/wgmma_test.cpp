@@ -335,7 +335,7 @@ TEST(WgmmaFaults, WritesOfOperandsInUse) {
     };
     EXPECT_EQ(write(true), "");
     expect_contains(write(false), "of shared memory, which an unfinished wgmma or bulk copy reads");
-    // Only the own warp has waited.
+    // Only the warp of the writing thread has waited.
     expect_contains(fault_of_products([](float (&d)[32]) {
                       multiply(d);
                       finish();

@@ -283,11 +283,11 @@ def test_decode_context_parallelism(backend, monkeypatch):
         driver.layer.kv_cache.fill_(torch.nan)
         positions = torch.cat([torch.arange(c) for c in batch.context])
         requests = torch.repeat_interleave(torch.arange(5), torch.tensor(batch.context))
-        own = positions % 2 == r
-        local = positions[own] // 2
-        pages = batch.table[requests[own], local // batch.page_size]
+        stored = positions % 2 == r
+        local = positions[stored] // 2
+        pages = batch.table[requests[stored], local // batch.page_size]
         impl.do_kv_cache_update(
-            driver.layer, k[own], v[own], driver.layer.kv_cache,
+            driver.layer, k[stored], v[stored], driver.layer.kv_cache,
             pages.long() * batch.page_size + local % batch.page_size,
         )  # fmt: skip
         driver.builder.dcp_rank = combine_of["rank"] = r
@@ -298,7 +298,7 @@ def test_decode_context_parallelism(backend, monkeypatch):
         return impl.forward(driver.layer, q, new_k, new_v, driver.layer.kv_cache, metadata, out)
 
     nothing = (torch.zeros_like(batch.q), torch.zeros(batch.q.shape[:2]))
-    for r in (0, 1):  # first for what each sends, which the other's result needs
+    for r in (0, 1):  # a first pass, for what each rank sends: the other's result needs it
         rank(r, Ranks(batch.q, [nothing, nothing]))
     group = Ranks(batch.q, contexts[:2])
     out = torch.cat([rank(0, group), rank(1, group)], 1)

@@ -256,8 +256,8 @@ def test_second_derivative_under_func_is_refused():
         torch.func.grad(lambda q: inner(q).sum())(q)
 
 
-# Each runs in a new process, whose first call imports modules that the guards of a compiled call
-# must not precede.
+# Each is compiled as the first call of a new process. That call imports modules, which must not
+# invalidate its guards.
 FIRST_CALLS = {
     "attention": "attention(q, q, q, causal=True)",
     "varlen": "attention_varlen(q[0], q[0], q[0], cu, cu, causal=True)",

@@ -82,8 +82,8 @@ class TilewiseBackend(AttentionBackend):
         del in_capture
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(
-                f"forward_mode is {forward_batch.forward_mode.name}, but CUDA graphs of this "
-                "backend decode"
+                f"forward_mode is {forward_batch.forward_mode.name}, but this backend supports "
+                "CUDA graphs only for decoding"
             )
         graph, now = self._graph, self._metadata(forward_batch)
         assert graph is not None, "SGLang calls init_cuda_graph_state first"
@@ -227,8 +227,8 @@ class TilewiseBackend(AttentionBackend):
         """Slots [slots, H, D] of the pool as pages [pages, page size, H, D]."""
         if rows.dim() != 3:
             raise NotImplementedError(
-                f"the pool's tensors have {rows.dim()} dimensions, but this backend reads pools of "
-                "3: unset SGLANG_USE_HND_KVCACHE"
+                f"the pool's tensors have {rows.dim()} dimensions, but this backend reads tensors "
+                "of 3: unset SGLANG_USE_HND_KVCACHE"
             )
         pages = rows.shape[0] // self._page_size
         return rows[: pages * self._page_size].unflatten(0, (pages, self._page_size))

@@ -1,4 +1,4 @@
-"""The answers to vLLM, which asks before it builds a model what the backend supports."""
+"""Tells vLLM what the backend supports; vLLM asks before it builds a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TilewiseBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the backend up by this name: it is that of the enum's member
+        return "CUSTOM"  # the member of the enum by whose name vLLM looks the backend up
 
     @staticmethod
     def get_impl_cls() -> type[TilewiseImpl]:
