@@ -199,7 +199,8 @@ def point(problem: Problem, world: int, island: int, machine: Machine) -> dict[s
 def compared(inputs: dict[str, Any], machine: Machine) -> Iterator[dict[str, Any]]:
     """The measured points beside predictions without overlap, as they were measured, and with it.
 
-    `missing_ms` is the measured time on a GPU that the prediction without overlap lacks.
+    `missing_ms` is the part of the measured time on a GPU that the prediction without overlap does
+    not contain.
     """
     for row in inputs["measured"]["points"]:
         problem = Problem(row["seqlen"], row["causal"], row["heads"], row["heads_kv"])

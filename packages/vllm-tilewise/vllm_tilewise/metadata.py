@@ -63,7 +63,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         """The metadata of a step. ``common_prefix_len`` is 0 in vLLM 0.33.
 
         Raises:
-            ValueError: requests differ in being causal.
+            ValueError: some requests are causal and others are not.
         """
         del common_prefix_len, fast_build
         given = common_attn_metadata
