@@ -14,7 +14,8 @@ tilewise_link_options(tilewise_jax)
 target_include_directories(tilewise_jax SYSTEM PRIVATE "${TILEWISE_XLA_INCLUDE}")
 target_link_libraries(tilewise_jax PRIVATE tilewise)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # The headers name fields of a struct like types that its other fields have. Clang accepts that.
+  # In a struct of the headers, a field has the name of a type that another field uses. GCC refuses
+  # that, Clang accepts it.
   target_compile_options(tilewise_jax PRIVATE -fpermissive)
 endif()
 set_target_properties(tilewise_jax PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")

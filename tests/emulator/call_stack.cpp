@@ -68,10 +68,10 @@ std::string kernel_lines(const std::string& output) {
     }
     const size_t place = line.rfind(" at ??:");
     if (place != std::string_view::npos) line = line.substr(0, place);
-    constexpr std::string_view kOwn = "tilewise::cuda::emulator::";
-    const bool own =
-        starts_with(line, kOwn) && line[kOwn.size()] != '(';  // tests are in an unnamed namespace
-    if (own || starts_with(line, "??") || starts_with(line, "__tsan")) continue;
+    constexpr std::string_view kNamespace = "tilewise::cuda::emulator::";
+    const bool of_emulator = starts_with(line, kNamespace) &&
+                             line[kNamespace.size()] != '(';  // tests: an unnamed namespace
+    if (of_emulator || starts_with(line, "??") || starts_with(line, "__tsan")) continue;
     result.append("\n  at ").append(line);
   }
   return result;

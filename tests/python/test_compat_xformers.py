@@ -31,7 +31,7 @@ def causal(i: int, j: int, rows: int, keys: int) -> bool:
     return j <= i
 
 
-def to_the_end(i: int, j: int, rows: int, keys: int) -> bool:
+def bottom_right(i: int, j: int, rows: int, keys: int) -> bool:
     return j <= i + keys - rows
 
 
@@ -101,7 +101,7 @@ CASES = [
     Case("causal", lambda a: a.LowerTriangularMask(), [5], runs((0, 9)), causal, 9),
     Case("causal, more rows", lambda a: a.LowerTriangularMask(), [9], runs((0, 5)), causal, 5),
     Case("from bottom right", lambda a: a.LowerTriangularFromBottomRightMask(), [5], runs((0, 9)),
-         to_the_end, 9),
+         bottom_right, 9),
     Case("local from bottom right",
          lambda a: a.LowerTriangularFromBottomRightMask().make_local_attention(3), [5],
          runs((0, 9)), window(2, 0), 9),
@@ -112,7 +112,7 @@ CASES = [
     Case("equal causal blocks", lambda a: a.BlockDiagonalCausalMask.from_seqlens(LENGTHS), LENGTHS,
          JOINED, causal, 16),
     Case("blocks from bottom right", lambda a: joined(a).make_causal_from_bottomright(), ROWS,
-         JOINED, to_the_end, 16),
+         JOINED, bottom_right, 16),
     Case("local blocks", lambda a: joined(a).make_local_attention(2), ROWS, JOINED,
          window(1, 0, top_left=True), 16),
     Case("local blocks from bottom right",
@@ -122,7 +122,7 @@ CASES = [
          PADDED, everything, 24),
     Case("padded causal",
          lambda a: a.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(ROWS, 8, [5, 4, 8]),
-         ROWS, PADDED, to_the_end, 24),
+         ROWS, PADDED, bottom_right, 24),
     Case("padded window",
          lambda a: a.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(
              ROWS, 8, [5, 4, 8], 2, 1), ROWS, PADDED, window(2, 1), 24),
@@ -134,19 +134,19 @@ CASES = [
          GAPPY, everything, 24),
     Case("gappy causal",
          lambda a: a.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
-             ROWS, [1, 9, 15, 24], LENGTHS), ROWS, GAPPY, to_the_end, 24),
+             ROWS, [1, 9, 15, 24], LENGTHS), ROWS, GAPPY, bottom_right, 24),
     Case("paged",
          lambda a: a.PagedBlockDiagonalPaddedKeysMask.from_seqlens(ROWS, [5, 4, 8], table(), 4),
          ROWS, PAGED, everything, 24),
     Case("paged causal",
          lambda a: a.BlockDiagonalPaddedKeysMask.from_seqlens(ROWS, 8, [5, 4, 8]).make_paged(
              table(), 4, a.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask),
-         ROWS, PAGED, to_the_end, 24),
+         ROWS, PAGED, bottom_right, 24),
     Case("paged gappy", lambda a: paged_gappy(a, a.PagedBlockDiagonalGappyKeysMask), ROWS,
          PAGED_GAPPY, everything, 24),
     Case("paged gappy causal",
          lambda a: paged_gappy(a, a.PagedBlockDiagonalCausalWithOffsetGappyKeysMask), ROWS,
-         PAGED_GAPPY, to_the_end, 24),
+         PAGED_GAPPY, bottom_right, 24),
 ]  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_tensors_as_bias() -> None:
     assert given.shape == bias.shape
     masked = memory_efficient_attention(
         *tensors, attn_bias.LowerTriangularMask().add_bias(bias)
-    )  # rows and keys differ: causal from the first ones
+    )  # rows and keys differ in number: the first row sees the first key
     causal_part = mask_matrix(torch.ones(5, 9, dtype=torch.bool).tril()).to(bias.device)
     assert_as_good(with_gradients(masked, tensors), tensors, bias.detach() + causal_part)
 
