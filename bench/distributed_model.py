@@ -139,16 +139,16 @@ def mesh(problem: Problem, inside: int, rows: int, island: int, machine: Machine
     """The seconds by "ulysses" in the rows of a mesh, of `inside` GPUs of an island each, and
     "allgather" across its rows.
     """
-    own = problem._replace(seqlen=problem.seqlen // rows)
-    exchanged = ulysses_work(shape_of(problem.heads, problem.heads_kv), cut_of(own, inside))
+    in_row = problem._replace(seqlen=problem.seqlen // rows)
+    exchanged = ulysses_work(shape_of(problem.heads, problem.heads_kv), cut_of(in_row, inside))
     heads = problem.heads // inside, max(1, problem.heads_kv // inside)
     gathered = allgather_work(shape_of(*heads), cut_of(problem, rows))
     outside = max(0, rows - max(1, island // inside)) / (rows - 1)
     first, second = flow_of(exchanged, 0.0, machine), flow_of(gathered, outside, machine)
     calls = 2 if problem.causal else 1
-    tiles = own.seqlen / calls / machine.tile_rows * heads[0]
+    tiles = in_row.seqlen / calls / machine.tile_rows * heads[0]
     kernels = computing(gathered, problem, tiles / exchanged.groups / gathered.groups, machine)
-    # While a group of the heads of a row is computed, its own groups travel between the rows.
+    # While a row computes a group of heads, the parts of that group travel between the rows.
     between = seconds(max(second), kernels, gathered.groups)
     return seconds(first.nvlink, max(between, first.nvlink + second.nvlink), exchanged.groups)
 

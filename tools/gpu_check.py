@@ -161,7 +161,8 @@ def main() -> int:
     stages = [name for name in given.stages.split(",") if name]
     unknown = [name for name in stages if name not in STAGES]
     if unknown:
-        print(f"no stage {unknown[0]!r}; one of {', '.join(STAGES)}", file=sys.stderr)
+        allowed = ", ".join(STAGES)
+        print(f"--stages names {unknown[0]!r}, but must name stages of {allowed}", file=sys.stderr)
         return 2
     gpu = provenance.gpu() if given.device == "cuda" else dict(NO_GPU)
     if not gpu:

@@ -230,5 +230,5 @@ case ${1:-} in
   clang) get_clang ;;
   nvcc) find_nvcc ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, clang, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, clang, nvcc, cuobjdump" ;;
 esac

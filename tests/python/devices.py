@@ -230,7 +230,9 @@ def selected() -> tuple[str, ...]:
     names = tuple(name.strip() for name in chosen.split(",") if name.strip())
     for name in names:
         if name not in ALL:
-            raise ValueError(f"TILEWISE_TEST_DEVICES names {name!r}, not one of {', '.join(ALL)}")
+            raise ValueError(
+                f"TILEWISE_TEST_DEVICES names {name!r}; each name must be one of {', '.join(ALL)}"
+            )
         if name in missing():
             raise ValueError(f"TILEWISE_TEST_DEVICES names {name}, but {missing()[name]}")
     return names

@@ -20,10 +20,10 @@ struct FinishPlan : BackwardSums<C> {
   using Sums = BackwardSums<C>;
   static constexpr int kWarps = kFinishThreads / ptx::kWarpSize;
   static constexpr int kGroups = Sums::kDqSlices * Sums::kDqGroups;
-  static constexpr int kOwnGroups = ceil_div(kGroups, kWarps);
+  static constexpr int kGroupsPerWarp = ceil_div(kGroups, kWarps);
   static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 more columns avoid bank conflicts
-  static constexpr int kWarpSums = Sums::kQueries * kRowBytes;
-  static constexpr int kSharedBytes = kWarpSums + kWarps * 8;
+  static constexpr int kDqTileBytes = Sums::kQueries * kRowBytes;
+  static constexpr int kSharedBytes = kDqTileBytes + kWarps * 8;
 };
 
 template <class C>
@@ -50,7 +50,7 @@ TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float d
   using Plan = FinishPlan<C>;
   const int thread = ptx::thread_index();
   const ptx::SharedAddress words =
-      ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(Plan::kWarpSums);
+      ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(Plan::kDqTileBytes);
 #pragma unroll
   for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
   const bool not_finite = ptx::any(zero != 0.0f);
@@ -116,9 +116,9 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   }
 
   const float* tile = p.dq_sum + int64_t{block.tile} * Plan::kDqTile;
-  uint32_t bits[Plan::kOwnGroups][4];
+  uint32_t bits[Plan::kGroupsPerWarp][4];
 #pragma unroll
-  for (int i = 0; i < Plan::kOwnGroups; ++i) {
+  for (int i = 0; i < Plan::kGroupsPerWarp; ++i) {
     const int group = i * Plan::kWarps + warp;
     if (group < Plan::kGroups) ptx::ld_global_v4_b32(bits[i], tile + (group * 32 + lane) * 4);
   }
@@ -132,7 +132,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   float dscale = 0.0f;
   float zero = 0.0f;
 #pragma unroll
-  for (int i = 0; i < Plan::kOwnGroups; ++i) {
+  for (int i = 0; i < Plan::kGroupsPerWarp; ++i) {
     const int group = i * Plan::kWarps + warp;
     if (group >= Plan::kGroups) continue;
     const float x[4] = {ptx::float_of(bits[i][0]), ptx::float_of(bits[i][1]),
