@@ -405,27 +405,66 @@ def test_other_frameworks_arrays_name_this_module():
         jax.jit(tilewise.attention)(q, q, q)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_arrays_outside_of_shard_map(kind):
-    """XLA gathers them."""
-    axes = (getattr(jax.sharding.AxisType, kind),)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=axes)
-    q, k = random((2, 9, 4, 16), (2, 9, 2, 16))
+SHARDED = {
+    "batch": ("Auto", P("x")),
+    "heads": ("Auto", P(None, None, "x")),
+    "rows, which are gathered": ("Auto", P(None, "x")),
+    "explicit axes, which are gathered": ("Explicit", P(None, None, None, "x")),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_jit_of_sharded_arrays(name):
+    """Batch and heads stay where they are; gradients of what their parts share are summed."""
+    kind, spec = SHARDED[name]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    q, k, bias, sinks = random((2, 10, 4, 16), (2, 10, 2, 16), (1, 1, 10, 10), (4,))
+
+    def loss(q, k, bias, sinks, scale):
+        return (tj.attention(q, k, k, bias=bias, sinks=sinks, scale=scale) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+    given = q, k, bias, sinks, jnp.float32(0.3)
+    specs = (spec, spec, P(), P("x") if name == "heads" else P(), P())
     cut = [
         jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        for x, spec in ((q, P("x", None, None, None)), (k, P(None, None, None, "x")))
+        for x, spec in zip(given, specs, strict=True)
     ]
-    gradient = jax.jit(jax.grad(lambda q, k: (tj.attention(q, k, k) ** 2).sum(), (0, 1)))
-    assert same(gradient(*cut), gradient(q, k))
+    compiled = gradient.lower(*cut).compile()
+    gathers = " all-gather(" in compiled.as_text()
+    assert gathers == ("gathered" in name)
+    close(compiled(*cut), gradient(*given), 1e-5)
+
+
+@pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
+def test_jit_of_sharded_heads(option):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    starts = jnp.array([0, 3, 8], jnp.int32)
+    q, k = random((8, 4, 16), (8, 2, 16))
+    run = {
+        "packed": lambda q, k: tj.attention_varlen(q, k, k, starts, starts, causal=True),
+        "pages": lambda q, k: tj.attention_with_kvcache(
+            q[:2, None], k.reshape(4, 2, 2, 16), k.reshape(4, 2, 2, 16),
+            block_table=jnp.array([[3, 0], [1, 2]], jnp.int32), cache_seqlens=starts[1:] // 2,
+        ),
+        "dropout": lambda q, k: tj.attention(
+            q[None], k[None], k[None], dropout_p=0.5, dropout_seed=3
+        ),
+    }[option]  # fmt: skip
+    cut = [jax.device_put(x, jax.sharding.NamedSharding(mesh, P(None, "x"))) for x in (q, k)]
+    compiled = jax.jit(run).lower(*cut).compile()
+    # Dropout bits are numbered by head, so that call is not divided.
+    assert (" all-gather(" in compiled.as_text()) == (option == "dropout")
+    assert same(compiled(*cut), run(q, k))
 
 
 def test_example(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     import train_jax
 
-    assert train_jax.main(["--steps", "8", "--check-steps", "2", "--out", str(tmp_path)]) == 0
-    assert "first 2 losses: at most" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 8
+    assert train_jax.main(["--steps", "3", "--check-steps", "0", "--out", str(tmp_path)]) == 0
+    assert "3 steps of 1536 tokens on cpu" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 3
 
 
 def test_needs_no_torch():

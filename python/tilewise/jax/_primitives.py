@@ -1,7 +1,12 @@
-"""The two primitives, forward and backward, and what XLA needs to compile and to map them."""
+"""The two primitives, forward and backward, and what XLA needs to compile and to map them.
+
+Each lowers to a call that XLA may divide over devices (``_partition``), and this to the custom call
+on one device, which is a primitive as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -12,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from tilewise import _abi
 from tilewise._library import jax_adapter
 
-from . import _vmap
+from . import _partition, _vmap
 from ._problem import (
     Problem,
     Shapes,
@@ -76,10 +81,19 @@ def _abstract(shapes: Any, *operands: Any, **static: Any) -> list[Any]:
     ]
 
 
-def _lower(
+def _lower(shapes: Any, local: Primitive, ctx: Any, *operands: Any, **static: Any) -> Any:
+    function: Any = functools.partial(local.bind, **static)
+    context = ctx.module_context.axis_context
+    # Without devices there is nothing to divide, and custom_partitioning fails.
+    if getattr(context, "device_assignment", context) is not None:
+        shapes_by_name = shapes(ctx.avals_in, **static)
+        function = _partition.partitioned(function, static["problem"], *shapes_by_name)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _lower_on_one_device(
     shapes: Any, call: Any, target: str, device: int, ctx: Any, *operands: Any, **static: Any
 ) -> Any:
-    jax_adapter()
     given, results = shapes(ctx.avals_in, **static)
     described = call(static["problem"], given, results, device)
     workspace = jax.core.ShapedArray((described.workspace_bytes,), jax.numpy.uint8)
@@ -106,6 +120,17 @@ def _register_targets() -> None:
             )
 
 
+def _lower_with_devices(primitive: Primitive) -> None:
+    """Asks JAX to say for which devices it lowers, which ``_lower`` needs to divide a call.
+
+    JAX has no public name for this. Without it XLA gathers arrays that are sharded.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
 def _define(primitive: Primitive, shapes: Any, call: Any, batch: Any) -> None:
     @functools.partial(jax.jit, static_argnums=0)
     def compiled(static: tuple[tuple[str, Any], ...], *operands: Any) -> list[Any]:
@@ -115,12 +140,16 @@ def _define(primitive: Primitive, shapes: Any, call: Any, batch: Any) -> None:
         with jax.disable_jit(False):
             return compiled(tuple(static.items()), *operands)
 
-    primitive.multiple_results = True
+    local = Primitive(f"{primitive.name}_on_one_device")
+    for each in (primitive, local):
+        each.multiple_results = True
+        each.def_abstract_eval(functools.partial(_abstract, shapes))
     primitive.def_impl(run)
-    primitive.def_abstract_eval(functools.partial(_abstract, shapes))
+    _lower_with_devices(primitive)
+    mlir.register_lowering(primitive, functools.partial(_lower, shapes, local))
     for platform, (_, device) in _PLATFORMS.items():
-        rule = functools.partial(_lower, shapes, call, primitive.name, device)
-        mlir.register_lowering(primitive, rule, platform=platform)
+        rule = functools.partial(_lower_on_one_device, shapes, call, primitive.name, device)
+        mlir.register_lowering(local, rule, platform=platform)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = _not_differentiable
 
