@@ -44,6 +44,7 @@ class Options:
     seed: int = 0
     offset: int = 0
     shard: Shard | None = None
+    mask: NDArray[np.bool_] | None = None  # [B or 1, Hq or 1, rows, keys] of the longest sequence
 
 
 @dataclass
@@ -172,7 +173,7 @@ def aligned(o: Options, batch: int, rows: int, keys: int) -> Index:
 
 
 def visible(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
-    """Whether each row may see each key, [rows, keys]."""
+    """Whether each row may see each key, [1 or Hq, rows, keys]."""
     left, right = o.window
     j, diagonal = np.arange(keys), aligned(o, batch, rows, keys)
     seen = np.ones((rows, keys), bool)
@@ -180,7 +181,9 @@ def visible(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
         seen &= j >= diagonal - left
     if right >= 0:
         seen &= j <= diagonal + right
-    return seen
+    if o.mask is None:
+        return seen[None]
+    return seen & o.mask[batch if o.mask.shape[0] > 1 else 0, :, :rows, :keys]
 
 
 def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
@@ -192,8 +195,8 @@ def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
 
 
 def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
-    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band; and the
-    derivative of the softcap."""
+    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band and
+    mask; and the derivative of the softcap."""
     n, m = raw.shape[1:]
     s = o.scale * raw
     capped = np.ones_like(s)

@@ -187,6 +187,7 @@ struct Options {
   int64_t batch_offset = 0;
   int64_t head_offset = 0;
   int64_t heads_q_total = 0;
+  const tilewise_mask* mask = nullptr;  // which pairs are visible, besides the band
 };
 
 namespace detail {
@@ -291,6 +292,7 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.batch_offset = options.batch_offset;
   a.head_offset = options.head_offset;
   a.heads_q_total = options.heads_q_total;
+  a.mask = options.mask;
   a.num_splits = options.num_splits;
   a.deterministic = options.deterministic ? 1 : 0;
   a.parallel = options.parallel;

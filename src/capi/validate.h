@@ -34,6 +34,10 @@ struct Descale {
 void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
                   int64_t batch, int64_t heads_kv);
 
+// Checks a mask and, with Contents::read, the entries of its arrays. The problem keeps the caller's
+// struct, whose fields are all known since its first version.
+void check_mask(const Problem& problem, Contents contents);
+
 // Checks the entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
 void check_index_arrays(const Problem& problem);
 

@@ -231,6 +231,7 @@ Problem validated_problem(const tilewise_attention* given, Pass pass, Contents c
   check_bounds(p);
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
+  if (p.mask != nullptr) check_mask(p, contents);
   if (contents == Contents::read) check_index_arrays(p);
   if (pass == Pass::forward) join_broadcast_heads(p);
   return p;

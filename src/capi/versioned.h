@@ -16,6 +16,8 @@ inline constexpr uint32_t kFirstSize = 0;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_attention> = 488;
 template <>
+inline constexpr uint32_t kFirstSize<tilewise_mask> = 80;
+template <>
 inline constexpr uint32_t kFirstSize<tilewise_gradients> = 224;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_plan_info> = 32;  // without its texts
@@ -43,6 +45,16 @@ void check_struct_size(const T* given, const char* name) {
           " in this version and never below ", kFirstSize<T>);
 }
 
+// Refuses a struct of a newer caller that uses a field that this library does not know.
+template <class T>
+void check_unknown_bytes(const T* given, const char* name) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  for (std::size_t i = sizeof(T); i < given->struct_size; ++i) {
+    require(bytes[i] == 0, name, " uses an option that this version does not know: byte ", i,
+            " of the struct is not 0, and only ", sizeof(T), " bytes are known");
+  }
+}
+
 // A copy as large as this library's struct; fields that the caller does not know are 0.
 template <class T>
 T read_struct(const T* given, const char* name) {
@@ -50,11 +62,7 @@ T read_struct(const T* given, const char* name) {
   const uint32_t size = given->struct_size;
   T copy{};
   std::memcpy(&copy, given, std::min<std::size_t>(size, sizeof(T)));
-  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-  for (std::size_t i = sizeof(T); i < size; ++i) {
-    require(bytes[i] == 0, name, " uses an option that this version does not know: byte ", i,
-            " of the struct is not 0, and only ", sizeof(T), " bytes are known");
-  }
+  check_unknown_bytes(given, name);
   copy.struct_size = sizeof(T);
   return copy;
 }

@@ -326,6 +326,8 @@ struct BackwardLaunch {
     task.dq_sum = layout.dq_sum != nullptr ? layout.dq_sum + first * layout.dq_tile : nullptr;
     task.delta = layout.delta + first * shape.back_q;
     task.dq_semaphores = layout.dq_semaphores + first;
+    task.chunks = layout.chunks != nullptr ? layout.chunks + first * layout.chunk_words : nullptr;
+    task.chunk_words = layout.chunk_words;
     kernels.backward(task, Arena{layout.scratch + worker * layout.scratch_bytes});
   }
 
@@ -344,6 +346,25 @@ struct BackwardLaunch {
       for (int64_t head = first; head < first + count; ++head)
         run_chunk(worker, head / p.heads_kv, head % p.heads_kv, shared_dbias ? i : i / heads);
     });
+  }
+
+  // With a mask: which chunks of keys a query tile sees.
+  void find_chunks(int64_t worker, int64_t i) const {
+    const RowTask task = row_task(i);
+    const Sequence& s = task.sequence;
+    const ChunkSet set{layout.chunks + i * layout.chunk_words};
+    std::memset(set.words, 0, static_cast<size_t>(layout.chunk_words) * sizeof(uint64_t));
+    const Packing packing{group_size(p)};
+    const Range rows = packing.rows(task.packed_rows);
+    const Range heads = {task.kv_head * packing.group, (task.kv_head + 1) * packing.group};
+    Arena scratch{layout.scratch + worker * layout.scratch_bytes};
+    const Range seen = s.band.keys_of_any(rows);
+    const Mask mask =
+        Mask::of(p.mask, s.batch).narrowed(rows, seen, scratch.take<int32_t>(p.mask->entry_count));
+    const Tiling chunks{s.band.keys, chunk};
+    const Range touched = chunks.touching(intersect(seen, mask.keys_of_any(heads, rows)));
+    for (int64_t c = touched.begin; c < touched.end; ++c)
+      if (mask.coverage(heads, rows, chunks.at(c)) != Coverage::none) set.insert(c);
   }
 
   void zero_dbias() const {
@@ -394,6 +415,9 @@ struct BackwardLaunch {
       });
     run_items(parallel, row_tasks, row_work,
               [&](int64_t, int64_t i) { kernels.delta(row_task(i)); });
+    if (layout.chunks != nullptr)
+      run_items(parallel, row_tasks, row_work,
+                [&](int64_t worker, int64_t i) { find_chunks(worker, i); });
     run_chunks();
     if (layout.dq_sum != nullptr)
       run_items(parallel, row_tasks, row_work,

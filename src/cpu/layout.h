@@ -17,7 +17,9 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
 // costs speed, not correctness. With more rows than fp32 decoding takes, and few keys, the other
 // kernels are faster (32 rows: with 256 keys both take the same time, with 32 keys they take half
 // as long). With batch_invariant, the keys of other sequences must not influence the choice.
+// The decode kernels read no mask.
 inline bool is_decoding(const Problem& p, Isa isa) {
+  if (p.mask != nullptr) return false;
   if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr)
     return false;  // seqlen_q counts the rows of all sequences
   const int64_t rows =
@@ -107,6 +109,8 @@ struct BackwardLayout {
   float* dq_sum;  // [tile][kv head][panel][column][lane]; null: neither dq nor dscale is requested
   int32_t* dq_semaphores;  // [tile][kv head]
   float* dscale;           // [tile][kv head]; null: not requested
+  int64_t chunk_words;
+  uint64_t* chunks;  // [tile][kv head][word]: a ChunkSet each; null: no mask
 
   BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
                  Arena& arena)
@@ -120,6 +124,8 @@ struct BackwardLayout {
     dq_sum = want_dq ? arena.take<float>(tiles * dq_tile) : nullptr;
     dq_semaphores = arena.take<int32_t>(tiles);
     dscale = g.dscale != nullptr ? arena.take<float>(tiles) : nullptr;
+    chunk_words = ChunkSet::words_for(ceil_div(key_capacity(p), back_chunk(shape, p)));
+    chunks = p.mask != nullptr ? arena.take<uint64_t>(tiles * chunk_words) : nullptr;
   }
 
  private:

@@ -3,6 +3,7 @@
 // instruction set.
 #pragma once
 
+#include "attention/mask.h"
 #include "base/float8.h"
 #include "base/size.h"
 #include "cpu/shape.h"
@@ -66,6 +67,36 @@ struct ScoreScratch {
         slope(arena.take<float>(lanes)) {}
 };
 
+// The chunks of keys that a mask and the band show a query tile, one bit each.
+struct ChunkSet {
+  uint64_t* words;
+
+  TILEWISE_FN static int64_t words_for(int64_t chunks) { return ceil_div(chunks, 64); }
+  TILEWISE_FN void insert(int64_t i) const { words[i / 64] |= uint64_t{1} << (i % 64); }
+  TILEWISE_FN bool contains(int64_t i) const { return (words[i / 64] >> (i % 64) & 1) != 0; }
+  TILEWISE_FN int32_t count_below(int64_t i) const {
+    int32_t count = 0;
+    for (int64_t word = 0; word < i / 64; ++word) count += __builtin_popcountll(words[word]);
+    const uint64_t below = (uint64_t{1} << (i % 64)) - 1;
+    return count + __builtin_popcountll(words[i / 64] & below);
+  }
+};
+
+// Empty without a mask.
+struct MaskScratch {
+  int64_t ld;         // lanes
+  int32_t* ranges;    // of the mask that touch the work item
+  uint32_t* bits;     // [word][lane]: the keys of a tile that a lane sees
+  uint8_t* coverage;  // [key tile][panel]: of the walk
+
+  TILEWISE_FN MaskScratch(const Problem& p, int64_t tile_k, int64_t lanes, Size coverages,
+                          Arena& arena)
+      : ld(lanes),
+        ranges(arena.take<int32_t>(p.mask != nullptr ? Size(p.mask->entry_count) : Size(0))),
+        bits(arena.take<uint32_t>(p.mask != nullptr ? tile_k / kMaskWord * lanes : 0)),
+        coverage(arena.take<uint8_t>(p.mask != nullptr ? coverages : Size(0))) {}
+};
+
 // Rows with Inf or NaN that were removed from a packed operand.
 struct RowScratch {
   const void** address;
@@ -114,6 +145,7 @@ struct ForwardScratch {
   const void** next_rows;  // of keys and values of the next tile
   RowScratch nonfinite_v;
   WideScratch wide_k, wide_v;
+  MaskScratch mask;
 
   TILEWISE_FN ForwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
@@ -139,7 +171,8 @@ struct ForwardScratch {
         next_rows(arena.take<const void*>(2 * s.tile_k)),
         nonfinite_v(s.tile_k, arena),
         wide_k(p, s.tile_k, p.head_dim, arena),
-        wide_v(p, s.tile_k, p.head_dim_v, arena) {}
+        wide_v(p, s.tile_k, p.head_dim_v, arena),
+        mask(p, s.tile_k, s.panel, Size(ceil_div(key_capacity(p), s.tile_k)) * panels, arena) {}
 };
 
 // The scratch memory of decoding; see generic/decode.h.
@@ -204,6 +237,8 @@ struct BackwardScratch {
   int32_t* single_key;  // [lane]: -1 where the row sees exactly one key
   const void** rows;
   RowScratch nonfinite_k, nonfinite_q, nonfinite_do;
+  MaskScratch mask;          // of the keys of the work item
+  MaskScratch mask_of_rows;  // of the rows of the query tile
 
   TILEWISE_FN BackwardScratch(const Shape& s, const Problem& p, Arena& arena)
       : qk(extent_of(s, p.head_dim)),
@@ -245,7 +280,9 @@ struct BackwardScratch {
         rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
         nonfinite_k(chunk, arena),
         nonfinite_q(s.back_q, arena),
-        nonfinite_do(s.back_q, arena) {}
+        nonfinite_do(s.back_q, arena),
+        mask(p, kBackTileK, s.back_q, Size(0), arena),
+        mask_of_rows(p, 0, 0, Size(0), arena) {}
 
  private:
   TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {

@@ -25,6 +25,12 @@ const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
 // the kernel set itself.
 const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& request, const Gpu& gpu);
 
+// Why no family serves a problem with a mask.
+constexpr WhyNot why_no_mask(const Problem& p) {
+  if (p.mask == nullptr) return {};
+  return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
+}
+
 // The kernels that recompute flagged tiles (FamilyRow::recompute_kernels); null: there are none.
 const KernelSet* find_recompute_kernels(const Request& request, const Target& target);
 

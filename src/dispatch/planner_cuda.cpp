@@ -141,6 +141,12 @@ std::string explain_cuda(const Decision& decision, const Request& request, const
 
 std::string refuse_cuda(const Request& request, const Device& device) {
   const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
+  const auto& rows = families_of(device).cuda;
+  const auto slowest = std::find_if(rows.begin(), rows.end(), [&](const cuda::FamilyRow* row) {
+    return row->sm.contains(device.gpu.sm) && row->facts.computes(request);
+  });
+  const WhyNot why = slowest != rows.end() ? (*slowest)->why_not(request, device.gpu) : WhyNot{};
+  if (why) return "device is CUDA" + sm + ": " + why.text + why.detail;
   return "device is CUDA" + sm + ": this build has no CUDA kernel for a " + request_text(request) +
          "; it has " + code_text(registry_of(device)) +
          "; tensors in the memory of the CPU are allowed";

@@ -78,6 +78,19 @@ class Attention(c.Structure):
         (c.c_int64, "v_descale_stride_batch v_descale_stride_head"),
         (c.c_void_p, "lse_low diagonal"),
         (c.c_int64, "row_offset key_offset batch_offset head_offset heads_q_total"),
+        (c.c_void_p, "mask"),
+    )
+
+
+class Mask(c.Structure):
+    _fields_ = _fields(
+        (c.c_uint32, "struct_size"),
+        (c.c_int32, "kind"),
+        (c.c_int64, "batch heads rows keys"),
+        (c.c_void_p, "first entries"),
+        (c.c_int64, "entry_count"),
+        (c.c_void_p, "bits"),
+        (c.c_int64, "bit_blocks"),
     )
 
 

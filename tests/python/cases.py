@@ -11,6 +11,7 @@ import torch
 
 import capi
 import devices
+import mask_cases
 import oracle
 from bounds import check_gradients, check_lse, check_out
 from capi import DTYPES, Guarded, guarded
@@ -58,6 +59,8 @@ class Case:
     batch_offset: int = 0
     head_offset: int = 0
     more_heads: int = 0  # query heads of the larger problem beyond those of the shard
+    mask_ranges: tuple[tuple[mask_cases.Range, ...], ...] | None = None  # per sequence, or one
+    mask_blocks: str | None = None  # dimensions of "bh" that are not shared; the blocks are random
     deterministic: bool = False
     tf32: bool = False
     dlse: bool = False
@@ -116,6 +119,7 @@ class Built:
         self.lse = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
         self.lse_low = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
         self.attention = self._attention()
+        self._mask()
         self._gradient_inputs()
         self._poison_unused()
 
@@ -275,6 +279,26 @@ class Built:
                 setattr(a, f"bias_stride_{name}", stride)
         return a
 
+    def _mask(self) -> None:
+        c = self.case
+        self.mask: np.ndarray | None = None
+        rows, keys = self.seqlen_q, self.seqlen_k
+        if c.mask_ranges is not None:
+            self.mask = np.array(
+                [[mask_cases.dense_of_ranges(ranges, rows, keys)] for ranges in c.mask_ranges]
+            ).reshape(-1, 1, rows, keys)
+            struct = mask_cases.ranges_struct(c.mask_ranges)
+        elif c.mask_blocks is not None:
+            full = {"b": max(1, self.batch), "h": c.heads}
+            lead = tuple(n if d in c.mask_blocks else 1 for d, n in full.items())
+            self.mask = mask_cases.random_dense(self.rng, (*lead, rows, keys))
+            struct = mask_cases.blocks_struct(self.mask, self.rng)
+            struct.struct.batch = self.batch if "b" in c.mask_blocks else 1
+        else:
+            return
+        self.keep.append(struct)
+        self.attention.mask = struct.address
+
     def _pointer(self, t: torch.Tensor) -> int:
         t = t.to(self.device.memory)
         self.keep.append(t)
@@ -372,6 +396,7 @@ class Built:
                 c.diagonal, c.row_offset, c.key_offset, c.batch_offset, c.head_offset,
                 c.heads + c.head_offset + c.more_heads,
             ),
+            mask=self.mask,
         )  # fmt: skip
 
     def by_row(self, per_head: torch.Tensor) -> np.ndarray:

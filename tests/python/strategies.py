@@ -156,3 +156,31 @@ def shards(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
         row_offset=draw(offsets), key_offset=draw(offsets), batch_offset=draw(st.integers(0, 3)),
         head_offset=draw(st.integers(0, 3)), more_heads=draw(st.integers(0, 3)),
     )  # fmt: skip
+
+
+@st.composite
+def mask_ranges(draw: st.DrawFn, case: Case) -> tuple:
+    """Rectangles of each sequence, or of all: some overlap, some lie beyond the sequence."""
+    rows, keys = max([*case.rows, 1]), max([*case.keys, 1])
+
+    def part(length: int) -> tuple[int, int]:
+        begin, end = sorted((draw(st.integers(0, length)), draw(st.integers(0, length + 9))))
+        return draw(st.sampled_from([(begin, end), (begin, end), (0, length), (0, 2**31 - 1)]))
+
+    def rectangle() -> tuple:
+        return (*part(rows), *part(keys), draw(st.sampled_from([0, 1, 1, 2, 3])))
+
+    lists = draw(st.sampled_from([1, len(case.rows)]))
+    return tuple(
+        tuple(rectangle() for _ in range(draw(st.sampled_from([0, 1, 2, 3, 9]))))
+        for _ in range(lists)
+    )
+
+
+@st.composite
+def masked(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
+    """Any problem with a mask of ranges or of blocks."""
+    case = draw(cases(dtype, small=small))
+    if draw(st.booleans()):
+        return replace(case, mask_ranges=draw(mask_ranges(case)))
+    return replace(case, mask_blocks=draw(st.sampled_from(["", "b", "h", "bh"])))

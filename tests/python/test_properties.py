@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cases import Case, check
-from strategies import cases, shards
+from strategies import cases, masked, shards
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 8  # per dtype, so that test processes can share the work
@@ -54,3 +54,12 @@ def test_random_problems(dtype, shard, device, record_property):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_random_shards_of_larger_problems(dtype, shard, device):
     problems(shards, dtype, shard, device.name, Counter())()
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("shard", range(2))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_random_masks(dtype, shard, device):
+    if device.name != "cpu":
+        pytest.skip("no GPU kernel reads a mask")
+    problems(masked, dtype, shard, device.name, Counter())()

@@ -18,6 +18,7 @@
 #include <sched.h>
 
 #include "cpu/generic/engine.h"
+#include "cpu/generic/lane_mask.h"
 #include "cpu/generic/score_tile.h"
 #include "cpu/generic/softmax.h"
 
@@ -47,6 +48,8 @@ struct Backward : BackwardScratch {
   const double inverse_scale;  // 1 / scale, which converts natural units to raw scores
   const bool want_dq;
   bool all_plain = true;  // all rows of the query tile use the plain form
+  LaneMask lane_mask;
+  LaneMask row_mask;  // as far as it concerns the rows of the query tile, over all keys
   const T** rows;
   int64_t nonfinite_k_count = 0;
   int64_t nonfinite_q_count = 0;
@@ -64,6 +67,8 @@ struct Backward : BackwardScratch {
         general(is_general(p, scores.score)),
         inverse_scale(1.0 / static_cast<double>(scores.score.scale)),
         want_dq(g.dq.data != nullptr || g.dscale != nullptr),
+        lane_mask{BackwardScratch::mask},
+        row_mask{BackwardScratch::mask_of_rows},
         rows(reinterpret_cast<const T**>(BackwardScratch::rows)) {}
 
   TILEWISE_FN uint32_t* k_t_of(int64_t tile) const { return k_t + tile * S.parts * k_t_plane; }
@@ -88,6 +93,8 @@ struct Backward : BackwardScratch {
     const Tiling tiling{packing.packed(s.band.rows), kQ};
     lanes.fill(p, s, task.kv_head, tiling.at(tile), S.panel);
     const int64_t used = round_up(lanes.count, S.panel);
+    const Range rows_of_tile = {lanes.row[0], lanes.row[lanes.count - 1] + 1};
+    row_mask.begin(p, s, task.kv_head, rows_of_tile, {0, s.band.keys});
     lane_rows(rows, lanes, used, s, p.q);
     for (int64_t i = 0; i < used / S.panel; ++i)
       pack_columns_transposed<E>(q_t + i * qk.units * S.panel, S.panel, q_t_plane,
@@ -136,6 +143,7 @@ struct Backward : BackwardScratch {
     if (p.lse_low == nullptr || seen.empty() ||
         (p.sinks != nullptr && p.sinks[head] != kMinusInfinity))
       return false;
+    if (row_mask.on()) return mask_shows_one_key(seen, row, head);
     if (p.bias == nullptr || seen.size() == 1) return seen.size() == 1;
     const int64_t offset = bias_offset(p, s.batch, head, row);
     int count = 0;
@@ -144,14 +152,37 @@ struct Backward : BackwardScratch {
     return count == 1;
   }
 
+  TILEWISE_FN bool mask_shows_one_key(Range seen, int64_t row, int64_t head) const {
+    int64_t only = -1;
+    bool more = false;
+    row_mask.mask.for_runs(head, row, seen, [&](Range run) {
+      for (int64_t key = run.begin; key < run.end && !more; ++key) {
+        if (p.bias != nullptr &&
+            bias_at(p, bias_offset(p, s.batch, head, row) + key) == kMinusInfinity)
+          continue;
+        more = only >= 0 && key != only;  // runs may overlap
+        only = key;
+      }
+      return !more;
+    });
+    return only >= 0 && !more;
+  }
+
   TILEWISE_FN static constexpr int64_t score_lane(int64_t lane) {
     return S.pair == 1 ? lane : lane % S.panel;
   }
 
+  // What W lanes see of a key tile; `masked` and `partial` say that the band or the mask hides some
+  // of it.
+  struct Visible {
+    bool masked;
+    bool partial;
+  };
+
   // Computes P^T and dS^T of W lanes from S^T and dP^T. kPlain: no option is on and every lane sees
   // all keys.
   template <bool kPlain, bool kDropout = false>
-  TILEWISE_FN void softmax_lanes(int64_t first, Range keys, bool masked) {
+  TILEWISE_FN void softmax_lanes(int64_t first, Range keys, Visible visible) {
     const Lanes::Bounds bounds = kPlain ? Lanes::Bounds{} : lanes.bounds(first, keys);
     const I diagonal = kPlain ? I{} : ScoreTile::diagonal(s, lanes, first, keys);
     const F base_lanes = load(base + first);
@@ -188,13 +219,15 @@ struct Backward : BackwardScratch {
         if (!kPlain) from_sum = single_key_lanes ? (dp - dp) + dlse_lanes : from_sum;
         const F dscore = w * from_sum;
         ds[i] = changed ? dscore * score.derivative : dscore;
-        if (!kPlain && masked) {
-          const I sees = bounds.sees(key + i);
+        I sees = I{} - 1;
+        if (!kPlain && visible.masked) {
+          sees = bounds.sees(key + i);
+          if (visible.partial) sees &= lane_mask.sees(key + i, first);
           dropped = sees ? dropped : F{};
           ds[i] = sees ? ds[i] : F{};
         }
         E::store_weights_a(p_a, weights_plane, kWeightsLd, key + i, first, dropped);
-        if (!kPlain && g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, bounds);
+        if (!kPlain && g.dbias != nullptr) add_dbias(first, keys, key + i, dscore, sees);
         E::store_weights_a(ds_a, weights_plane, kWeightsLd, key + i, first, ds[i]);
       }
       if (want_dq && S.pair > 1)
@@ -202,10 +235,9 @@ struct Backward : BackwardScratch {
     }
   }
 
-  TILEWISE_FN void add_dbias(int64_t first, Range keys, int32_t key, F dscore,
-                             const Lanes::Bounds& bounds) {
+  TILEWISE_FN void add_dbias(int64_t first, Range keys, int32_t key, F dscore, I sees) {
     for (int i = 0; i < W; ++i) {
-      if (first + i >= lanes.count || key < bounds.begin[i] || key >= bounds.end[i]) continue;
+      if (first + i >= lanes.count || sees[i] == 0) continue;
       const int64_t lane = first + i;
       g.dbias[s.batch * g.dbias_stride_batch + lanes.head[lane] * g.dbias_stride_head +
               lanes.row[lane] * g.dbias_stride_row + keys.begin + key] += dscore[i];
@@ -224,14 +256,16 @@ struct Backward : BackwardScratch {
               {v + first_key * dve.ld, dve.ld, 1, v_plane}, kBackTileK,
               {do_t + i * dve.units * S.panel, S.panel, do_t_plane}, S.panel / W, dve.units);
       if (general) scores.load_panel(s, lanes, lane, S.panel, keys, lane);
-      const bool masked = keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
+      const bool partial = lane_mask.of_panel(lanes, i, S.panel, keys) != Coverage::full;
+      if (partial) lane_mask.load(lanes, lane, S.panel, keys, lane);
+      const bool masked = partial || keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
       for (int64_t at = lane; at < lane + S.panel; at += W) {
         if (dropout.on())
-          softmax_lanes<false, true>(at, keys, masked);
+          softmax_lanes<false, true>(at, keys, {masked, partial});
         else if (general || masked || !all_plain)
-          softmax_lanes<false>(at, keys, masked);
+          softmax_lanes<false>(at, keys, {masked, partial});
         else
-          softmax_lanes<true>(at, keys, masked);
+          softmax_lanes<true>(at, keys, {masked, partial});
       }
     }
     products(key_tile, used);
@@ -291,13 +325,24 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < columns; ++i) sum[i * stride] += weight * to_float(row[i]);
   }
 
-  // dq_sum[tile] += dq once the semaphore reaches this chunk. Work items are taken in ascending
-  // order, so the chunk before this one is running or done, and the wait ends.
-  TILEWISE_FN void add_dq(int64_t tile) {
+  // With a mask: the chunks that add to dq of a query tile.
+  TILEWISE_FN ChunkSet chunks_of(int64_t tile) const {
+    return {task.chunks + tile * task.tile_stride * task.chunk_words};
+  }
+
+  // The number of chunks before this one that add to dq of a query tile.
+  TILEWISE_FN int32_t chunks_before(int64_t tile) const {
+    if (task.chunks != nullptr) return chunks_of(tile).count_below(task.chunk);
     const Packing packing{group_size(p)};
     const Range rows_of_tile = packing.rows(Tiling{packing.packed(s.band.rows), kQ}.at(tile));
     const Range chunks = Tiling{s.band.keys, chunk}.touching(s.band.keys_of_any(rows_of_tile));
-    const int32_t before = static_cast<int32_t>(task.chunk - chunks.begin);
+    return static_cast<int32_t>(task.chunk - chunks.begin);
+  }
+
+  // dq_sum[tile] += dq once the semaphore reaches this chunk. Work items are taken in ascending
+  // order, so the chunk before this one is running or done, and the wait ends.
+  TILEWISE_FN void add_dq(int64_t tile) {
+    const int32_t before = chunks_before(tile);
     int32_t* const semaphore = task.dq_semaphores + tile * task.tile_stride;
     for (int spins = 0; __atomic_load_n(semaphore, __ATOMIC_ACQUIRE) != before; ++spins)
       if (spins > 64) sched_yield();
@@ -310,6 +355,11 @@ struct Backward : BackwardScratch {
     __atomic_store_n(semaphore, before + 1, __ATOMIC_RELEASE);
   }
 
+  TILEWISE_FN bool panel_sees(int64_t index, Range keys) const {
+    return lanes.panel_sees(index, keys) &&
+           lane_mask.of_panel(lanes, index, S.panel, keys) != Coverage::none;
+  }
+
   TILEWISE_FN void run() {
     load_keys();
     const Packing packing{group_size(p)};
@@ -318,16 +368,19 @@ struct Backward : BackwardScratch {
     const Range tiles = tiling.touching(
         {packing.packed(seeing.begin), packing.packed(max(seeing.begin, seeing.end))});
     const Tiling key_tiling{task.keys.size(), kBackTileK};
+    lane_mask.begin(p, s, task.kv_head, {0, s.band.rows}, task.keys);
     for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+      if (lane_mask.on() && !chunks_of(tile).contains(task.chunk)) continue;
       load_queries(tile);
       const int64_t used_panels = ceil_div(lanes.count, S.panel);
       for (int64_t j = 0; j < key_tiling.count(); ++j) {
         const Range local = key_tiling.at(j);
         const Range keys = {task.keys.begin + local.begin, task.keys.begin + local.end};
-        // Bounds do not decrease with the row, so the panels that see a key tile are contiguous.
+        // Bounds do not decrease with the row, so the panels that see a key tile are contiguous. A
+        // mask may hide it from panels in between, whose weights are then 0.
         Range active{0, used_panels};
-        while (active.begin < active.end && !lanes.panel_sees(active.begin, keys)) ++active.begin;
-        while (active.begin < active.end && !lanes.panel_sees(active.end - 1, keys)) --active.end;
+        while (active.begin < active.end && !panel_sees(active.begin, keys)) ++active.begin;
+        while (active.begin < active.end && !panel_sees(active.end - 1, keys)) --active.end;
         if (!active.empty()) step(j, keys, active);
       }
       if (want_dq) add_dq(tile);

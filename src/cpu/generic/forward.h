@@ -14,6 +14,7 @@
 // the scratch memory of the thread. While one tile is computed, the next one is prefetched into L2.
 #pragma once
 
+#include "cpu/generic/lane_mask.h"
 #include "cpu/generic/products.h"
 #include "cpu/generic/row_prefetch.h"
 #include "cpu/generic/score_tile.h"
@@ -39,6 +40,8 @@ struct Forward : ForwardScratch {
   const T** rows;
   PackedProducts<E> products;
   SoftmaxScaling<T> scaling;
+  LaneMask lane_mask;
+  TileWalk walk;
   // Whether O of a panel holds sums yet; if not, the first product overwrites it.
   bool summed[ceil_div(S.large_tile_q, S.panel)] = {};
   RowPrefetcher<T> prefetch_k, prefetch_v;  // prefetch the next tile
@@ -59,11 +62,13 @@ struct Forward : ForwardScratch {
         dropout(dropout_of(p)),
         rows(reinterpret_cast<const T**>(ForwardScratch::rows)),
         products{*this, p},
-        scaling(SoftmaxScaling<T>::of(scores.score, is_general(p, scores.score))) {}
+        scaling(SoftmaxScaling<T>::of(scores.score, is_general(p, scores.score))),
+        lane_mask{ForwardScratch::mask} {}
 
   // Loads Q^T and resets the row states and accumulators.
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, S.panel);
+    lane_mask.begin(p, s, task.kv_head, {lanes.row[0], lanes.row[lanes.count - 1] + 1}, task.keys);
     const bool negate = !scaling.general && scores.score.scale < 0.0f;
 
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
@@ -194,16 +199,19 @@ struct Forward : ForwardScratch {
 
   // One panel and the keys of a tile, strip by strip: scores become weights while they are in the
   // cache.
-  TILEWISE_FN void attend(int64_t panel, Range keys, int64_t nonfinite_count) {
+  TILEWISE_FN void attend(int64_t panel, Range keys, Coverage coverage, int64_t nonfinite_count) {
     const Tiling strips{padded(keys), S.strip};
     PendingWeights pending{0, nonfinite_count};
+    const bool partial = coverage == Coverage::partial;
     if (scaling.general) scores.load_panel(s, lanes, panel * S.panel, S.panel, keys, 0);
+    if (partial) lane_mask.load(lanes, panel * S.panel, S.panel, keys, 0);
     for (int64_t i = 0; i < strips.count(); ++i) {
       const Range strip = strips.at(i);
       const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
       const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
       products.scores(panel, strip, vectors(panel));
       if (scaling.general || masked) change_scores(panel, strip, keys, masked);
+      if (partial) lane_mask.hide(s_tile, S.panel, strip, keys, vectors(panel) * W);
       softmax_strip(panel, strip, keys, pending);
     }
     accumulate(panel, pending, strips.length);
@@ -235,18 +243,20 @@ struct Forward : ForwardScratch {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     const Range seen = intersect(lanes.all_lanes_any(S.panel), task.keys);
     const Tiling tiling{s.band.keys, S.tile_k};
-    const Range tiles = tiling.touching(seen);
-    for (int64_t j = tiles.begin; j < tiles.end; ++j) {
+    walk = lane_mask.walk(lanes, S.panel, tiling, seen);
+    for (int64_t j = walk.first(); j < walk.end(); j = walk.after(j)) {
       const Range keys = intersect(tiling.at(j), task.keys);
       const bool nonfinite = load_tile(j, keys, used_panels) > 0;
-      if (j + 1 < tiles.end) start_prefetch(intersect(tiling.at(j + 1), task.keys), used_panels);
+      const int64_t next = walk.after(j);
+      if (next < walk.end()) start_prefetch(intersect(tiling.at(next), task.keys), used_panels);
       for (int64_t first = 0; first < used_panels; first += kGroup) {
         const Range group = {first, min(first + kGroup, used_panels)};
-        const int64_t nonfinite_count = nonfinite ? load_values(keys, group) : 0;
+        const int64_t nonfinite_count = nonfinite ? load_values(j, keys, group) : 0;
         for (int64_t i = group.begin; i < group.end; ++i) {
-          if (!lanes.panel_sees(i, keys)) continue;
+          const Coverage coverage = walk.of(j, i);
+          if (!lanes.panel_sees(i, keys) || coverage == Coverage::none) continue;
           // On the diagonal a panel stops at the last key it sees, not at the end of the tile.
-          attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, nonfinite_count);
+          attend(i, {keys.begin, min(keys.end, lanes.any[i].end)}, coverage, nonfinite_count);
         }
       }
     }
@@ -255,9 +265,10 @@ struct Forward : ForwardScratch {
   // Panels of the smallest work item: the sums of a row must not depend on the rows next to it.
   static constexpr int64_t kGroup = S.tile_q / S.panel;
 
-  TILEWISE_FN bool covers(Range group, Range keys) const {
+  TILEWISE_FN bool covers(int64_t j, Range group, Range keys) const {
     bool all = true;
-    for (int64_t i = group.begin; i < group.end; ++i) all &= lanes.panel_covers(i, keys);
+    for (int64_t i = group.begin; i < group.end; ++i)
+      all &= lanes.panel_covers(i, keys) && walk.of(j, i) == Coverage::full;
     return all;
   }
 
@@ -277,22 +288,23 @@ struct Forward : ForwardScratch {
   TILEWISE_FN int64_t load_tile(int64_t j, Range keys, int64_t used_panels) {
     const int64_t packed_keys = padded(keys);
     const Range group = {0, used_panels};
-    if (task.packed != nullptr && (task.nonfinite[j] == 0 || covers(group, keys))) {
+    if (task.packed != nullptr && (task.nonfinite[j] == 0 || covers(j, group, keys))) {
       products.use(task.packed + j * packed_tile_units(S, p), packed_keys);
       return 0;
     }
     keys_of(rows, wide_k, keys, packed_keys, p, s, p.k, task.kv_head, p.head_dim);
     products.load_keys(rows, packed_keys);
-    return load_values(keys, group);
+    return load_values(j, keys, group);
   }
 
   // Loads V for these panels, without the non-finite rows if a lane does not see all keys.
-  TILEWISE_FN int64_t load_values(Range keys, Range group) {
+  TILEWISE_FN int64_t load_values(int64_t j, Range keys, Range group) {
     const int64_t packed_keys = padded(keys);
     keys_of(rows, wide_v, keys, packed_keys, p, s, p.v, task.kv_head, p.head_dim_v);
     const int64_t nonfinite_count =
-        covers(group, keys) ? 0
-                            : remove_nonfinite_rows(rows, keys.size(), p.head_dim_v, nonfinite_v);
+        covers(j, group, keys)
+            ? 0
+            : remove_nonfinite_rows(rows, keys.size(), p.head_dim_v, nonfinite_v);
     products.load_values(rows, packed_keys);
     return nonfinite_count;
   }

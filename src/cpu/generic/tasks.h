@@ -51,6 +51,8 @@ struct BackwardTask {
   const float* delta;  // [lane]: do.o - dlse
   int32_t* dq_semaphores;  // number of chunks added to dq_sum so far
   int64_t tile_stride = 1;
+  uint64_t* chunks = nullptr;  // [word] of a ChunkSet; null without a mask: the band says it
+  int64_t chunk_words = 0;
 };
 
 // One query tile of the row-wise passes: delta, dq, and the contributions to dsinks and dscale.
