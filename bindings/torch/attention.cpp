@@ -129,6 +129,48 @@ void describe_shard(const Options& options, const Problem& problem, tilewise_att
   a.heads_q_total = options.heads_q_total;
 }
 
+void describe_mask(const Options& options, Problem& problem) {
+  if (!options.mask_first) return;
+  if (!options.mask_entries) invalid("mask_first is given, but mask_entries is not");
+  constexpr int64_t kBlock = 128;
+  problem.mask = std::make_unique<tilewise_mask>();
+  tilewise_mask& m = *problem.mask;
+  m.struct_size = sizeof(m);
+  const auto array = [&](const Tensor& tensor, const char* name,
+                         std::initializer_list<int64_t> shape) {
+    expect_place(tensor, name, problem.place);
+    expect_dtype(tensor, name, aoti_torch_dtype_int32(), "int32");
+    expect_shape(tensor, name, shape);
+    if (!tensor.is_contiguous()) invalid(std::string(name) + " must be contiguous");
+    return static_cast<const int32_t*>(tensor.const_data_ptr());
+  };
+  m.first = array(*options.mask_first, "mask_first", {any_size});
+  m.batch = options.mask_first->size(0) - 1;
+  m.heads = 1;
+  m.entry_count = options.mask_entries->size(0);
+  problem.attention.mask = &m;
+  if (!options.mask_bits) {
+    m.kind = TILEWISE_MASK_RANGES;
+    m.entries = array(*options.mask_entries, "mask_entries", {any_size, 5});
+    return;
+  }
+  m.kind = TILEWISE_MASK_BLOCKS;
+  m.entries = array(*options.mask_entries, "mask_entries", {any_size, 3});
+  m.bits = reinterpret_cast<const uint32_t*>(
+      array(*options.mask_bits, "mask_bits", {any_size, kBlock, kBlock / 32}));
+  m.bit_blocks = options.mask_bits->size(0);
+  m.heads = options.mask_heads;
+  m.rows = options.mask_rows;
+  m.keys = options.mask_keys;
+  const int64_t lists = m.batch;
+  const int64_t of_sequence =
+      m.heads > 0 && m.rows > 0 ? m.heads * ((m.rows - 1) / kBlock + 1) : 0;
+  if (of_sequence <= 0 || lists % of_sequence != 0)
+    invalid("mask_first has " + std::to_string(lists + 1) +
+            " entries, but must have batch * mask_heads * ceil(mask_rows / 128) + 1");
+  m.batch = lists / of_sequence;
+}
+
 void expect_lse(const Tensor& lse, const char* name, const Problem& problem, bool with_lse_low) {
   const tilewise_attention& a = problem.attention;
   expect_place(lse, name, problem.place);
@@ -162,6 +204,9 @@ Options::Options(Arguments& arguments)
       scale_tensor(arguments.optional_tensor()),
       dropout_state(arguments.optional_tensor()),
       diagonal(arguments.optional_tensor()),
+      mask_first(arguments.optional_tensor()),
+      mask_entries(arguments.optional_tensor()),
+      mask_bits(arguments.optional_tensor()),
       scale(arguments.real()),
       window_left(arguments.integer()),
       window_right(arguments.integer()),
@@ -179,6 +224,9 @@ Options::Options(Arguments& arguments)
       batch_offset(arguments.integer()),
       head_offset(arguments.integer()),
       heads_q_total(arguments.integer()),
+      mask_heads(arguments.integer()),
+      mask_rows(arguments.integer()),
+      mask_keys(arguments.integer()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -221,6 +269,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   a.v = view_of(v, "v");
   describe_score(options, problem, a);
   describe_shard(options, problem, a);
+  describe_mask(options, problem);
   a.num_splits = static_cast<int32_t>(options.num_splits);
   if (a.num_splits != options.num_splits)
     invalid("num_splits is " + std::to_string(options.num_splits) + ", but must fit into 32 bits");

@@ -3,6 +3,8 @@
 #ifndef TILEWISE_BINDINGS_TORCH_ATTENTION_H
 #define TILEWISE_BINDINGS_TORCH_ATTENTION_H
 
+#include <memory>
+
 #include "tensor.h"
 
 namespace tilewise::torch_binding {
@@ -41,18 +43,21 @@ struct Options {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   OptionalTensor block_table, kv_batch_idx, leftpad_k, k_descale, v_descale;
   OptionalTensor scale_tensor, dropout_state, diagonal;
+  OptionalTensor mask_first, mask_entries, mask_bits;
   double scale;
   int64_t window_left, window_right;
   double softcap, dropout_p;
   int64_t max_seqlen_q, max_seqlen_k, num_splits;
   bool deterministic, tf32, check, batch_invariant;
   int64_t row_offset, key_offset, batch_offset, head_offset, heads_q_total;
+  int64_t mask_heads, mask_rows, mask_keys;
   bool heads_first;
 };
 
 // A problem as the C ABI describes it; the caller fills in `out` and `lse`.
 struct Problem {
   tilewise_attention attention{};
+  std::unique_ptr<tilewise_mask> mask;  // that attention.mask points to
   Place place;
   int32_t torch_dtype = 0;
 

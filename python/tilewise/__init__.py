@@ -33,6 +33,7 @@ __all__ = [
     "capabilities",
     "explain",
     "last_index_error",
+    "masks",
     "merge_states",
     "nn",
 ]
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from ._library import c_library
 
         return c_library().tilewise_version().decode()
-    if name in ("nn", "compat", "distributed", "jax"):
+    if name in ("nn", "compat", "distributed", "jax", "masks"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -28,6 +28,8 @@ DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 CPU, CUDA = 0, 1
 DEVICE_NAMES = {CPU: "cpu", CUDA: "cuda"}
 FORWARD, BACKWARD = 0, 1
+MASK_RANGES, MASK_BLOCKS = 1, 2
+MASK_BLOCK = 128  # rows and keys of a block of a mask
 
 _Fields: TypeAlias = Sequence[tuple[str, Any]]
 
@@ -51,6 +53,22 @@ class Parallel(ctypes.Structure):
         ("user", c_void_p),
         ("threads", c_int32),
         ("reserved", c_int32),
+    ]
+
+
+class Mask(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("rows", c_int64),
+        ("keys", c_int64),
+        ("first", c_void_p),
+        ("entries", c_void_p),
+        ("entry_count", c_int64),
+        ("bits", c_void_p),
+        ("bit_blocks", c_int64),
     ]
 
 
@@ -126,6 +144,7 @@ class Attention(ctypes.Structure):
         ("batch_offset", c_int64),
         ("head_offset", c_int64),
         ("heads_q_total", c_int64),
+        ("mask", POINTER(Mask)),
     ]
 
 

@@ -38,6 +38,9 @@ class OptionalFields(NamedTuple):
     scale_tensor: View | None = None
     dropout_state: View | None = None
     diagonal: View | None = None
+    mask_first: View | None = None
+    mask_entries: View | None = None
+    mask_bits: View | None = None
     scale: float = 1.0
     window_left: int = -1
     window_right: int = -1
@@ -56,6 +59,9 @@ class OptionalFields(NamedTuple):
     batch_offset: int = 0
     head_offset: int = 0
     heads_q_total: int = 0
+    mask_heads: int = 0
+    mask_rows: int = 0
+    mask_keys: int = 0
 
 
 def attention(
@@ -96,7 +102,25 @@ def attention(
     a.batch_invariant = int(optional.batch_invariant)
     a.kv_float8 = int(optional.kv_float8)
     set_descale(a, optional.k_descale, optional.v_descale)
+    if optional.mask_first is not None:
+        a.mask = ctypes.pointer(_mask(optional))
     return a
+
+
+def _mask(optional: OptionalFields) -> Any:
+    m = _abi.sized(_abi.Mask)
+    first, entries, bits = optional.mask_first, optional.mask_entries, optional.mask_bits
+    assert first is not None and entries is not None
+    m.first, m.entries, m.entry_count = first.pointer, entries.pointer, entries.shape[0]
+    lists = first.shape[0] - 1
+    if bits is None:
+        m.kind, m.heads, m.batch = _abi.MASK_RANGES, 1, lists
+        return m
+    m.kind, m.heads = _abi.MASK_BLOCKS, optional.mask_heads
+    m.rows, m.keys = optional.mask_rows, optional.mask_keys
+    m.batch = lists // (m.heads * -(-m.rows // _abi.MASK_BLOCK))
+    m.bits, m.bit_blocks = bits.pointer, bits.shape[0]
+    return m
 
 
 def set_descale(a: Any, k_descale: View | None, v_descale: View | None) -> None:

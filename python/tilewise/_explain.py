@@ -47,9 +47,11 @@ class Explanation:
     problem: str
     forward: Plan | str
     backward: Plan | str
+    mask: str = ""  # how many tiles the mask and the band leave; "" without a mask
 
     def __str__(self) -> str:
-        return f"{self.problem}\n  forward:  {self.forward}\n  backward: {self.backward}"
+        text = f"{self.problem}\n  forward:  {self.forward}\n  backward: {self.backward}"
+        return f"{text}\n  mask:     {self.mask}" if self.mask else text
 
 
 def explain(
@@ -60,8 +62,8 @@ def explain(
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
-    num_splits: int = 0,
+    mask: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
+    cache_leftpad: Any = None, num_splits: int = 0,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
@@ -73,7 +75,7 @@ def explain(
 
     Returns:
         Explanation: the kernel, tiles, splits, threads, workspace and reason of both passes. It
-        prints as three lines.
+        prints as three lines, and with a mask as four.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -82,7 +84,7 @@ def explain(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     cached = any(x is not None for x in (cache_seqlens, cache_batch_idx, cache_leftpad))
     if num_splits != 0 and not cached:
@@ -118,7 +120,8 @@ def explain(
         backward = "attention_backward takes no block_table: pages of arrays have no gradient"
     else:
         backward = _plan(a, _gradients(a, arrays))
-    explanation = Explanation(_sentence(a), _plan(a, None), backward)
+    text = "" if mask is None else _mask_text(mask, a)
+    explanation = Explanation(_sentence(a), _plan(a, None), backward, text)
     del arrays  # kept until here: the struct holds only their addresses
     return explanation
 
@@ -265,6 +268,23 @@ def _plan(a: Any, gradients: Any) -> Plan | str:
     )
 
 
+def _mask_text(mask: Any, a: Any) -> str:
+    """The tiles of the mask, reduced by the band if all sequences have the same lengths."""
+    from ._block_lists import FULL, PARTIAL, reduced_by_band
+
+    if a.cu_seqlens_q or a.block_table:
+        grid, whose = mask.tiles(), "of the mask, without the band"
+    else:
+        band = a.seqlen_k - a.seqlen_q, a.window_left, a.window_right
+        grid = reduced_by_band(mask.tiles(a.seqlen_q, a.seqlen_k), a.seqlen_q, a.seqlen_k, *band)
+        whose = "of mask and band"
+    full, partial = int((grid == FULL).sum()), int((grid == PARTIAL).sum())
+    skipped = grid.size - full - partial
+    return (
+        f"{grid.size} tiles of 128 x 128 {whose}: {skipped} skipped, {full} full, {partial} partial"
+    )
+
+
 def _sentence(a: Any) -> str:
     """The problem in words: dtype, device, sizes and the options that are on."""
     options = {
@@ -284,6 +304,7 @@ def _sentence(a: Any) -> str:
         "batch-invariant": bool(a.batch_invariant),
         "keys and values of float8_e4m3": bool(a.kv_float8),
         "TF32 allowed": bool(a.tf32),
+        "mask": bool(a.mask),
     }
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
     size = f"batch {a.batch}, {a.seqlen_q} rows x {keys} keys, {a.heads_q} heads"

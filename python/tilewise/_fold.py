@@ -14,7 +14,8 @@ def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
     """Whether every option that is given has a batch dimension to fold into, or needs none."""
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
-                 "kv_batch_idx", "leftpad_k", "k_descale", "v_descale", "diagonal")  # fmt: skip
+                 "kv_batch_idx", "leftpad_k", "k_descale", "v_descale", "diagonal",
+                 "mask_first")  # fmt: skip
     mapped = (by_name["sinks"], by_name["scale_tensor"])
     return (
         all(getattr(options, name) is None for name in sequences)

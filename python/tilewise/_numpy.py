@@ -78,7 +78,7 @@ def attention_backward(
     causal: bool = False, window: _check.Window = _check.UNBOUNDED, scale: Any = None,
     softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None, sinks: Any = None,
     dropout_p: float = 0.0, layout: str = "bshd", cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
+    cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None, mask: Any = None,
 ) -> Gradients:  # fmt: skip
     """Gradients of ``attention`` on arrays, or of ``attention_varlen`` if cu_seqlens_q is given.
 
@@ -101,7 +101,9 @@ def attention_backward(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape or range.
     """
-    request = Request(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p)
+    request = Request(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, mask=mask
+    )
     lengths = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
     sequences = lengths.or_none()
     if sequences is None:
@@ -275,8 +277,14 @@ def _describe_problem(
     diagonal = _int32("diagonal", shard.diagonal, (batch,))
     if diagonal is not None:
         arrays["diagonal"] = diagonal
+    numbers: dict[str, int] = {}
+    if request.mask is not None:
+        lengths = (q.shape[1], k.shape[1]) if q.ndim == 4 else None
+        arrays |= _mask(request.mask, batch, heads, lengths)
+        numbers = request.mask.numbers()
     bias = arrays.get("bias")
-    known: dict[str, Any] = {name: view(array) for name, array in arrays.items()} | bounds
+    known: dict[str, Any] = {name: view(array) for name, array in arrays.items()}
+    known |= bounds | numbers
     optional = _describe.OptionalFields(
         **known,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
@@ -300,6 +308,14 @@ def _describe_problem(
     a = _describe.attention(view(q), view(k), view(v), dtype, optional)
     bias_shape = () if request.bias is None else as_array("bias", request.bias).shape
     return _Problem(a, q, k, v, arrays, heads_first, bias_shape)
+
+
+def _mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> dict[str, Array]:
+    from . import masks
+
+    masks.check(mask, batch, heads, lengths)
+    arrays = [as_array("the array of mask", x) for x in mask.arguments()]
+    return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
 
 
 def view(array: Array) -> View:

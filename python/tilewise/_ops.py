@@ -43,10 +43,12 @@ _OPTIONS = (
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, "
     "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? k_descale, Tensor? v_descale, "
     "Tensor? scale_tensor, Tensor? dropout_state, Tensor? diagonal, "
+    "Tensor? mask_first, Tensor? mask_entries, Tensor? mask_bits, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, "
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
     "bool check, bool batch_invariant, int row_offset, int key_offset, int batch_offset, "
-    "int head_offset, int heads_q_total, bool heads_first"
+    "int head_offset, int heads_q_total, int mask_heads, int mask_rows, int mask_keys, "
+    "bool heads_first"
 )
 # The options of the fast path of equal lengths (tilewise._plain). Here heads_first means that the
 # tensors themselves are in "bhsd" order.

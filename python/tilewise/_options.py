@@ -31,6 +31,9 @@ class Options(NamedTuple):
     scale_tensor: Tensor | None = None  # [1] fp32
     dropout_state: Tensor | None = None
     diagonal: Tensor | None = None  # [B] int32, of a shard
+    mask_first: Tensor | None = None  # of a mask: see tilewise.masks
+    mask_entries: Tensor | None = None
+    mask_bits: Tensor | None = None  # of a mask of blocks alone
     scale: float = 1.0
     window_left: int = -1
     window_right: int = -1
@@ -48,6 +51,9 @@ class Options(NamedTuple):
     batch_offset: int = 0
     head_offset: int = 0
     heads_q_total: int = 0  # 0: those of q
+    mask_heads: int = 0  # of a mask of blocks, as the next two
+    mask_rows: int = 0
+    mask_keys: int = 0
     heads_first: bool = False
 
 

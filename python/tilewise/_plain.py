@@ -142,10 +142,11 @@ def indexed(
             return _general(
                 q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 block_table, kv_batch_idx, leftpad_k, None, None, None, None, None,
+                None, None, None,
                 q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
                 max_seqlen_q, max_seqlen_k, num_splits,
                 deterministic or _deterministic_mode(), tf32, False, batch_invariant,
-                0, 0, 0, 0, 0, False,
+                0, 0, 0, 0, 0, 0, 0, 0, False,
             )  # fmt: skip
     except FAILURES:
         return None

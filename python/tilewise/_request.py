@@ -42,6 +42,7 @@ class Request(NamedTuple):
     batch_invariant: bool = False
     k_descale: Any = None
     v_descale: Any = None
+    mask: Any = None
     shard: Shard = Shard()
 
     def arguments(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, _, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask,
     ) = given  # fmt: skip
     if (
         bias is None
@@ -37,6 +37,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
         and not batch_invariant
         and k_descale is None
         and v_descale is None
+        and mask is None
     ):
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
@@ -63,12 +64,13 @@ def attention_varlen(
     """
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
     ) = given  # fmt: skip
     results = None
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
         and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
+        and mask is None
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
@@ -94,6 +96,8 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
         bias = _full_keys(bias, k.shape[1])
     options = with_descale(score_options(q, q.shape[0], request), q, k, request)
     options = options._replace(bias=bias, heads_first=heads_first)
+    if request.mask is not None:
+        options = _with_mask(options, q, q.shape[0], request.mask, (q.shape[1], k.shape[1]))
     return *_columns(q, k, v), options
 
 
@@ -124,6 +128,8 @@ def prepare_varlen(
         max_seqlen_q=max_rows,
         max_seqlen_k=max_keys,
     )
+    if request.mask is not None:
+        options = _with_mask(options, q, batch, request.mask, None)
     return *_columns(q, k, v), options
 
 
@@ -257,6 +263,30 @@ def with_descale(
     return options._replace(
         k_descale=factors("k_descale", request.k_descale),
         v_descale=factors("v_descale", request.v_descale),
+    )
+
+
+def _with_mask(
+    options: _ops.Options, q: Tensor, batch: int, mask: Any, lengths: tuple[int, int] | None
+) -> _ops.Options:
+    """The options with the arrays of a mask; ``lengths`` are the rows and keys if all sequences
+    have the same.
+    """
+    from . import masks
+
+    masks.check(mask, batch, q.shape[-2], lengths)
+    arrays = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in mask.arguments()]
+    if arrays[0].device != q.device:
+        raise ValueError(
+            f"mask is on {arrays[0].device}, but must be on {q.device} like q: pass "
+            "mask.to(q.device)"
+        )
+    numbers = mask.numbers()
+    return options._replace(
+        mask_first=arrays[0],
+        mask_entries=arrays[1],
+        mask_bits=arrays[2] if numbers else None,
+        **numbers,
     )
 
 

@@ -14,7 +14,7 @@ def attention(
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
-    k_descale: Any = None, v_descale: Any = None, layout: str = "bshd",
+    k_descale: Any = None, v_descale: Any = None, mask: Any = None, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -54,6 +54,8 @@ def attention(
         k_descale: float32 [batch or 1, heads_kv or 1]: factor of k of dtype torch.float8_e4m3fn,
             which is allowed for q of float16 or bfloat16 (forward only). None is 1.
         v_descale: The same for v.
+        mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
+            allow, are visible. CPU only.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
@@ -68,7 +70,7 @@ def attention(
     """
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     return attention_backend(q).attention(q, k, v, layout, options)
 
@@ -80,7 +82,7 @@ def attention_varlen(
     window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
-    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, packed end to end.
 
@@ -131,7 +133,7 @@ def attention_varlen(
     )
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 

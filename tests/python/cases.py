@@ -286,7 +286,7 @@ class Built:
         if c.mask_ranges is not None:
             self.mask = np.array(
                 [[mask_cases.dense_of_ranges(ranges, rows, keys)] for ranges in c.mask_ranges]
-            ).reshape(-1, 1, rows, keys)
+            ).reshape(len(c.mask_ranges), 1, rows, keys)
             struct = mask_cases.ranges_struct(c.mask_ranges)
         elif c.mask_blocks is not None:
             full = {"b": max(1, self.batch), "h": c.heads}

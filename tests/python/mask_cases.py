@@ -60,7 +60,7 @@ def ranges_struct(sequences: Sequence[Sequence[Range]]) -> MaskStruct:
 
 
 def blocks_struct(dense: Bools, rng: np.random.Generator) -> MaskStruct:
-    """Of a dense mask [batch, heads, rows, keys]. Neighbouring full blocks are one entry or several,
+    """Of a dense mask [batch, heads, rows, keys]. Neighbouring full blocks are one entry or more,
     and full blocks are sometimes stored as bits, as the format allows."""
     batch, heads, rows, keys = dense.shape
     key_blocks = -(-keys // BLOCK)
@@ -86,7 +86,9 @@ def blocks_struct(dense: Bools, rng: np.random.Generator) -> MaskStruct:
         first.append(len(entries))
     mask = MaskStruct(BLOCKS, first, entries, 3, batch=batch, rows=rows, keys=keys)
     mask.struct.heads = heads
-    mask.bits = np.ascontiguousarray(np.array(bits, np.uint8).reshape(-1, BLOCK, 16)).view(np.uint32)
+    mask.bits = np.ascontiguousarray(np.array(bits, np.uint8).reshape(-1, BLOCK, 16)).view(
+        np.uint32
+    )
     mask.struct.bits, mask.struct.bit_blocks = mask.bits.ctypes.data, len(mask.bits)
     return mask
 

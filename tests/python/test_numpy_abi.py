@@ -24,6 +24,7 @@ SCALARS = {
 STRUCTURES = {
     "tilewise_tensor": _abi.Tensor,
     "tilewise_parallel": _abi.Parallel,
+    "tilewise_mask": _abi.Mask,
     "tilewise_attention": _abi.Attention,
     "tilewise_gradients": _abi.Gradients,
     "tilewise_plan_info": _abi.PlanInfo,
@@ -69,6 +70,7 @@ def test_structure_matches_the_header(name):
     [
         ("TILEWISE_", {"FLOAT32": 0, "FLOAT16": 1, "BFLOAT16": 2, "FLOAT8_E4M3": 3}),
         ("TILEWISE_", {"CPU": _abi.CPU, "CUDA": _abi.CUDA}),
+        ("TILEWISE_MASK_", {"RANGES": _abi.MASK_RANGES, "BLOCKS": _abi.MASK_BLOCKS}),
         ("TILEWISE_PASS_", {"FORWARD": _abi.FORWARD, "BACKWARD": _abi.BACKWARD}),
         ("TILEWISE_", {"OK": _abi.OK, "INVALID_ARGUMENT": _abi.INVALID_ARGUMENT}),
         ("TILEWISE_", {"UNSUPPORTED": _abi.UNSUPPORTED, "INTERNAL": _abi.INTERNAL}),

@@ -1,0 +1,206 @@
+"""What the masks of ``tilewise.masks`` have in common: fields, copies, tiles, pictures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ._requirements import require
+
+require("tilewise.masks", "numpy")
+
+import numpy as np
+import numpy.typing as npt
+
+from ._block_lists import BLOCK, Strip, blocks_of
+from ._check import is_tensor
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Mask:
+    """What ``Ranges`` and ``Blocks`` have in common."""
+
+    batch: int  # sequences of the mask; 1: the same mask for every sequence
+    heads: int  # 1: the same mask for every head
+
+    _ARRAYS: tuple[str, ...] = ()
+    _NUMBERS: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        _kinds.append(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be set: a mask is immutable")
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        register_pytrees()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuilt, (type(self), self._arrays(), self._numbers())
+
+    def _arrays(self) -> list[Any]:
+        return [getattr(self, name) for name in self._ARRAYS]
+
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in self._NUMBERS)
+
+    def arguments(self) -> list[Any]:
+        """The arrays in the order of ``tilewise_mask`` (tilewise.h): first, entries, bits."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, int]:
+        """The numbers of ``tilewise_mask`` that the arrays do not give."""
+        return {}
+
+    def to(self, device: Any) -> Any:
+        """The mask with its tensors on a device of PyTorch; arrays become tensors."""
+        import torch
+
+        arrays = [torch.as_tensor(np.asarray(x) if not is_tensor(x) else x) for x in self._arrays()]
+        return rebuilt(type(self), [x.to(device) for x in arrays], self._numbers())
+
+    def on_host(self) -> Any:
+        """The mask with NumPy arrays. A mask on a GPU is copied, which waits for the GPU."""
+        return rebuilt(type(self), [host(x) for x in self._arrays()], self._numbers())
+
+    def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _strip(self, keys: int) -> Strip:
+        raise NotImplementedError
+
+    def tiles(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
+        """How much of every block of 128 rows and 128 keys is visible.
+
+        Args:
+            seqlen_q: Rows; None: those of the mask, or the end of its last range.
+            seqlen_k: Keys; likewise.
+
+        Returns:
+            int8 [batch, heads, row blocks, key blocks]: 0 nothing, 1 a part, 2 everything. A block
+            that only several ranges together make visible counts as a part.
+        """
+        raise NotImplementedError
+
+    def density(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> float:
+        """The share of the pairs that are visible; the arguments are those of ``tiles``."""
+        rows, keys = self._shape(seqlen_q, seqlen_k)
+        total = self.batch * self.heads * rows * keys
+        return self._visible_pairs(rows, keys) / total if total else 0.0
+
+    def _visible_pairs(self, rows: int, keys: int) -> int:
+        raise NotImplementedError
+
+    def to_bool(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
+        """All pairs: bool [batch, heads, seqlen_q, seqlen_k]. For short sequences."""
+        rows, keys = self._shape(seqlen_q, seqlen_k)
+        strip = self.on_host()._strip(keys)
+        dense = np.zeros((self.batch, self.heads, rows, keys), bool)
+        for b, h, block in np.ndindex(self.batch, self.heads, blocks_of(rows)):
+            at = slice(block * BLOCK, min((block + 1) * BLOCK, rows))
+            dense[b, h, at] = strip(b, h, at.start, at.stop)
+        return dense
+
+    def plot(
+        self, seqlen_q: int | None = None, seqlen_k: int | None = None, *, batch: int = 0,
+        head: int = 0, ax: Any = None,
+    ) -> Any:  # fmt: skip
+        """Draws the tiles of one sequence and head with matplotlib.
+
+        Args:
+            seqlen_q: As in ``tiles``.
+            seqlen_k: As in ``tiles``.
+            batch: The sequence.
+            head: The head.
+            ax: The axes to draw in; None: new ones.
+
+        Returns:
+            The axes.
+        """
+        from matplotlib import colors, patches
+        from matplotlib import pyplot as plt
+
+        rows, keys = self._shape(seqlen_q, seqlen_k)
+        grid = self.tiles(rows, keys)[batch, head]
+        ax = plt.subplots()[1] if ax is None else ax
+        shades = ["#f2f2f2", "#f5b041", "#2e86c1"]
+        ax.imshow(
+            grid, cmap=colors.ListedColormap(shades), vmin=0, vmax=2, interpolation="nearest",
+            extent=(0, keys, rows, 0), aspect="equal" if rows == keys else "auto",
+        )  # fmt: skip
+        ax.set_xlabel("key")
+        ax.set_ylabel("row")
+        names = ("nothing", "a part", "everything")
+        handles = [patches.Patch(color=c, label=n) for c, n in zip(shades, names, strict=True)]
+        ax.legend(handles=handles, title="visible", loc="upper left", bbox_to_anchor=(1.02, 1))
+        return ax
+
+
+def host(array: Any) -> Array:
+    if not is_tensor(array):
+        return np.asarray(array)
+    copied: Array = array.detach().cpu().numpy()
+    return copied
+
+
+def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
+    """The value as an int32 array, or as a tensor on the device of `like` if that is one."""
+    if is_tensor(value):
+        import torch
+
+        if value.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {value.dtype}, but must be torch.int32")
+        array: Any = value.detach().contiguous()
+        if array.device != like.device:
+            raise ValueError(f"{name} is on {array.device}, but must be on {like.device}")
+    else:
+        given = np.asarray(value)
+        allowed = "i" if isinstance(value, np.ndarray) else "if"  # an empty list is of floats
+        if given.dtype.kind not in allowed:
+            raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
+        if given.size and not ((given == given.astype(np.int32)).all()):
+            raise TypeError(f"{name} has numbers that are no int32")
+        array = given.astype(np.int32)
+        if array.size == 0 and len(dims) > 1:
+            array = array.reshape([0 if dim is None else dim for dim in dims])
+    shape = tuple(array.shape)
+    if len(shape) != len(dims) or any(d not in (None, n) for d, n in zip(dims, shape, strict=True)):
+        wanted = ["n" if dim is None else dim for dim in dims]
+        raise ValueError(f"{name} has shape {list(shape)}, but must be {wanted}")
+    if is_tensor(like) and not is_tensor(array):
+        import torch
+
+        array = torch.as_tensor(array).to(like.device)
+    return array
+
+
+def rebuilt(kind: type[Mask], arrays: list[Any], numbers: tuple[int, ...]) -> Any:
+    """A mask from its fields, which are not checked: a tree of PyTorch holds anything."""
+    mask = object.__new__(kind)
+    fields = dict(zip(kind._ARRAYS, arrays, strict=True))
+    mask._set(**fields, **dict(zip(kind._NUMBERS, numbers, strict=True)))
+    return mask
+
+
+_kinds: list[type[Mask]] = []
+_with_pytrees: list[type[Mask]] = []
+
+
+def register_pytrees() -> None:
+    """Makes masks trees of PyTorch, once it has been imported."""
+    if "torch" not in sys.modules or len(_with_pytrees) == len(_kinds):
+        return
+    from torch.utils import _pytree
+
+    for kind in _kinds[len(_with_pytrees) :]:
+        _with_pytrees.append(kind)
+        _pytree.register_pytree_node(
+            kind,
+            lambda mask: (mask._arrays(), (type(mask), mask._numbers())),
+            lambda arrays, about: rebuilt(about[0], list(arrays), about[1]),
+            serialized_type_name=f"tilewise.masks.{kind.__name__}",
+        )

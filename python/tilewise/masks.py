@@ -1,0 +1,492 @@
+"""Masks as data: which pairs of a row and a key are visible, for ``attention(mask=...)``.
+
+``Ranges`` is a set of rectangles, each full or causal inside: documents, prefixes, spans, shared
+questions. ``Blocks`` lists the visible blocks of 128 rows and 128 keys of every head, with a bit
+per pair in blocks that are only partly visible; ``from_flex`` and ``from_bool`` make such masks.
+
+A pair is visible if the mask, causal and window all allow it. Rows and keys are counted within a
+sequence. Masks are immutable and can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import _block_lists
+from ._block_lists import BLOCK, FULL, PARTIAL, Lists, Strip, blocks_of
+from ._check import is_tensor
+from ._mask import Array, Mask, host, int32, rebuilt
+
+KINDS = ("full", "causal", "inverse_causal", "both")  # numbered as in tilewise.h
+
+__all__ = ["KINDS", "Blocks", "Mask", "Ranges", "check", "from_bool", "from_flex"]
+
+
+class _Combining(Mask):
+    """Masks that ``&`` and ``|`` combine."""
+
+    def __and__(self, other: Any) -> Blocks:
+        """The pairs that both masks show. At least one of them must be ``Blocks``."""
+        return _combined(self, other, np.logical_and, "&")
+
+    def __or__(self, other: Any) -> Any:
+        """The pairs that one of the masks shows, or both."""
+        if isinstance(self, Ranges) and isinstance(other, Ranges):
+            return self._joined(other)
+        return _combined(self, other, np.logical_or, "|")
+
+
+class Ranges(_Combining):
+    """A set of rectangles of rows and keys. A pair is visible if at least one of them has it.
+
+    The kind of a rectangle says which of its pairs are visible, for row i and key j counted from
+    its first ones, R rows and C keys:
+
+    ================== ======================= =============================================
+    kind               visible                 which means
+    ================== ======================= =============================================
+    ``full``           all
+    ``causal``         j <= i + C - R          the last row sees up to the last key
+    ``inverse_causal`` j >= i                  the first row sees from the first key on
+    ``both``           i <= j <= i + C - R
+    ================== ======================= =============================================
+
+    What lies beyond the rows and keys of a sequence is ignored.
+
+    Attributes:
+        entries: int32 [n, 5]: row begin, row end, key begin, key end, number of the kind.
+        first: int32 [batch + 1]: sequence b has the entries first[b] to first[b + 1] - 1.
+    """
+
+    _ARRAYS = ("entries", "first")
+    entries: Any
+    first: Any
+
+    def __init__(
+        self, query_ranges: Any, key_ranges: Any, kinds: Any = "full", *, starts: Any = None
+    ) -> None:
+        """Makes a mask of rectangles [begin, end).
+
+        Args:
+            query_ranges: int32 [n, 2], the rows of each rectangle: a tensor, an array or a list.
+            key_ranges: int32 [n, 2], its keys.
+            kinds: One of ``masks.KINDS`` for all rectangles, a list of n of them, or their
+                numbers as int32 [n].
+            starts: int32 [batch + 1]: sequence b has the rectangles starts[b] to starts[b + 1] - 1.
+                None: every sequence has all of them.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: an argument has the wrong shape, or a kind does not exist.
+        """
+        like = next((x for x in (query_ranges, key_ranges, kinds, starts) if is_tensor(x)), None)
+        rows = int32("query_ranges", query_ranges, (None, 2), like)
+        count = rows.shape[0]
+        keys = int32("key_ranges", key_ranges, (count, 2), like)
+        numbers = int32("kinds", _kind_numbers(kinds, count), (count,), like)
+        starts = [0, count] if starts is None else starts
+        first = int32("starts", starts, (None,), like)
+        if first.shape[0] < 2:
+            raise ValueError(f"starts has {first.shape[0]} entries, but must have batch + 1")
+        parts = [rows, keys, numbers[:, None]]
+        if like is None:
+            entries: Any = np.concatenate(parts, axis=1)
+        else:
+            import torch
+
+            entries = torch.cat(parts, dim=1)
+        self._set(entries=entries, first=first)
+
+    heads = 1
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return int(self.first.shape[0]) - 1
+
+    def arguments(self) -> list[Any]:
+        return [self.first, self.entries]
+
+    @classmethod
+    def causal(cls, seqlen_q: int, seqlen_k: int | None = None) -> Ranges:
+        """One causal rectangle, the same as ``causal=True``, to be joined with others by ``|``."""
+        keys = seqlen_q if seqlen_k is None else seqlen_k
+        return cls([[0, seqlen_q]], [[0, keys]], "causal")
+
+    @classmethod
+    def documents(cls, cu_seqlens: Any, *, causal: bool = True) -> Ranges:
+        """Documents packed into one sequence: a row sees the keys of its own document.
+
+        Args:
+            cu_seqlens: int32 [documents + 1], where the documents begin and end.
+            causal: Whether a row sees only the keys up to its own.
+        """
+        starts = int32("cu_seqlens", cu_seqlens, (None,), cu_seqlens)
+        if is_tensor(starts):
+            import torch
+
+            spans = torch.stack([starts[:-1], starts[1:]], dim=1)
+        else:
+            spans = np.stack([starts[:-1], starts[1:]], axis=1)
+        return cls(spans, spans, "causal" if causal else "full")
+
+    @classmethod
+    def prefixes(cls, lengths: Any, seqlen: int) -> Ranges:
+        """A prefix LM: all rows of sequence b see its first lengths[b] keys, and the keys up to
+        their own.
+
+        Args:
+            lengths: int32 [batch].
+            seqlen: Rows and keys of every sequence.
+        """
+        prefix = host(int32("lengths", lengths, (None,), lengths))
+        batch = len(prefix)
+        rows = np.tile(np.array([[0, seqlen]], np.int32), (2 * batch, 1))
+        keys = rows.copy()
+        keys[::2, 1] = prefix
+        mask = cls(
+            rows, keys, np.tile(np.array([0, 1], np.int32), batch), starts=2 * np.arange(batch + 1)
+        )
+        return mask.to(lengths.device) if is_tensor(lengths) else mask
+
+    def blocks(self, seqlen_q: int, seqlen_k: int) -> Blocks:
+        """The same mask as ``Blocks``, for sequences of these lengths."""
+        return _from_strips(self.on_host()._strip(seqlen_k), self, seqlen_q, seqlen_k)
+
+    def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
+        ends = [seqlen_q, seqlen_k]
+        if None in ends:
+            entries = host(self.entries)
+            last = entries[:, [1, 3]].max(axis=0, initial=0).tolist()
+            ends = [x if given is None else given for x, given in zip(last, ends, strict=True)]
+        return int(ends[0] or 0), int(ends[1] or 0)
+
+    def _intervals(self, b: int, begin: int, end: int, keys: int) -> tuple[Array, Array]:
+        """Where the keys that each row sees begin and end, per range: two of [ranges, rows]."""
+        entries, first = host(self.entries).astype(np.int64), host(self.first)
+        e = entries[first[b] : first[b + 1]]
+        e = e[(e[:, 0] < end) & (e[:, 1] > begin)]
+        q0, q1, k0, k1, kind = (e[:, i, None] for i in range(5))
+        row = np.arange(begin, end)
+        low = np.where(kind & 2, np.maximum(k0, k0 + row - q0), k0)
+        high = np.where(kind & 1, np.minimum(k1, row + 1 + k1 - q1), k1)
+        high = np.minimum(high, keys)
+        outside = (row < q0) | (row >= q1) | (high <= low)
+        return np.where(outside, 0, low), np.where(outside, 0, high)
+
+    def _strip(self, keys: int) -> Strip:
+        columns = np.arange(keys)
+
+        def strip(b: int, _head: int, begin: int, end: int) -> Array:
+            tile = np.zeros((end - begin, keys), bool)
+            for low, high in zip(*self._intervals(b, begin, end, keys), strict=True):
+                tile |= (columns >= low[:, None]) & (columns < high[:, None])
+            return tile
+
+        return strip
+
+    def tiles(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
+        rows, keys = self._shape(seqlen_q, seqlen_k)
+        own = self.on_host()
+        grid = np.zeros((self.batch, 1, blocks_of(rows), blocks_of(keys)), np.int8)
+        for b, i in np.ndindex(self.batch, blocks_of(rows)):
+            low, high = own._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
+            some = high > low
+            touched = zip(
+                np.where(some, low, keys).min(axis=1).tolist(), high.max(axis=1).tolist(),
+                low.max(axis=1).tolist(), high.min(axis=1).tolist(), strict=True,
+            )  # fmt: skip
+            for begin, end, all_begin, all_end in touched:
+                if begin >= end:
+                    continue
+                line = grid[b, 0, i]
+                at = slice(begin // BLOCK, blocks_of(end))
+                line[at] = np.maximum(line[at], PARTIAL)
+                last = blocks_of(keys) if all_end == keys else all_end // BLOCK
+                line[blocks_of(all_begin) : last] = FULL
+        return grid
+
+    def _visible_pairs(self, rows: int, keys: int) -> int:
+        own, total = self.on_host(), 0
+        for b, i in np.ndindex(self.batch, blocks_of(rows)):
+            low, high = own._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
+            order = np.argsort(low, axis=0)
+            low, high = (np.take_along_axis(x, order, axis=0) for x in (low, high))
+            reached = np.maximum.accumulate(high, axis=0)  # by ranges up to this one
+            low[1:] = np.maximum(low[1:], reached[:-1])
+            total += int(np.maximum(high - low, 0).sum())
+        return total
+
+    def _joined(self, other: Ranges) -> Ranges:
+        if self.batch != other.batch and 1 not in (self.batch, other.batch):
+            raise ValueError(
+                f"masks of {self.batch} and {other.batch} sequences cannot be joined: both must "
+                "have as many, or one of them 1"
+            )
+        batch = max(self.batch, other.batch)
+        if batch == 1 and is_tensor(self.entries) and is_tensor(other.entries):
+            import torch
+
+            entries: Any = torch.cat([self.entries, other.entries])
+            first: Any = self.first + other.first
+            return rebuilt(Ranges, [entries, first], ())
+        parts, counts = [], [0]
+        hosts = [(host(m.entries), host(m.first), m.batch) for m in (self, other)]
+        for b in range(batch):
+            for entries_of, first, sequences in hosts:
+                at = 0 if sequences == 1 else b
+                parts.append(entries_of[first[at] : first[at + 1]])
+            counts.append(counts[-1] + len(parts[-1]) + len(parts[-2]))
+        mask = rebuilt(Ranges, [np.concatenate(parts), np.array(counts, np.int32)], ())
+        device = next((m.entries.device for m in (self, other) if is_tensor(m.entries)), None)
+        return mask if device is None else mask.to(device)
+
+    def __repr__(self) -> str:
+        count = self.entries.shape[0]
+        text = f"{count} range" + ("" if count == 1 else "s")
+        if not is_tensor(self.entries) or self.entries.device.type == "cpu":
+            kinds = np.bincount(host(self.entries)[:, 4].clip(0, 3), minlength=4).tolist()
+            named = [f"{n} {name}" for n, name in zip(kinds, KINDS, strict=True) if n]
+            text += f": {', '.join(named)}" if named else ""
+        whom = "every sequence" if self.batch == 1 else f"{self.batch} sequences"
+        return f"Ranges({text}; for {whom})"
+
+
+class Blocks(_Combining):
+    """The visible blocks of 128 rows and 128 keys, and a bit per pair of those partly visible.
+
+    Attributes:
+        first: int32 [batch * heads * ceil(rows / 128) + 1]: where the list of each sequence, head
+            and row block begins.
+        entries: int32 [n, 3]: key block begin, key block end, and -1 for full blocks or the index
+            of one partial block in bits. Ascending in each list.
+        bits: int32 [m, 128, 4]: bit j % 32 of word j // 32 is key j of the block.
+        rows: Rows of the mask, which must be those of the sequences.
+        keys: Keys of the mask.
+    """
+
+    _ARRAYS = ("first", "entries", "bits")
+    _NUMBERS = ("rows", "keys", "heads")
+    first: Any
+    entries: Any
+    bits: Any
+    rows: int
+    keys: int
+
+    def __init__(
+        self, first: Any, entries: Any, bits: Any, *, rows: int, keys: int, heads: int = 1
+    ) -> None:
+        """Makes a mask from its arrays; ``from_bool`` and ``from_flex`` compute them.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: an argument has the wrong shape.
+        """
+        like = next((x for x in (first, entries, bits) if is_tensor(x)), None)
+        first = int32("first", first, (None,), like)
+        lists, per_sequence = first.shape[0] - 1, heads * blocks_of(rows)
+        if rows < 1 or keys < 1 or heads < 1 or lists < 1 or lists % per_sequence != 0:
+            raise ValueError(
+                f"first has {lists + 1} entries for {rows} rows, {keys} keys and {heads} heads, "
+                "but must have batch * heads * ceil(rows / 128) + 1, with sizes of at least 1"
+            )
+        self._set(
+            first=first,
+            entries=int32("entries", entries, (None, 3), like),
+            bits=int32("bits", bits, (None, BLOCK, BLOCK // 32), like),
+            rows=rows,
+            keys=keys,
+            heads=heads,
+        )
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return (int(self.first.shape[0]) - 1) // (self.heads * blocks_of(self.rows))
+
+    def arguments(self) -> list[Any]:
+        return [self.first, self.entries, self.bits]
+
+    def numbers(self) -> dict[str, int]:
+        return {"mask_heads": self.heads, "mask_rows": self.rows, "mask_keys": self.keys}
+
+    def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
+        for name, given, own in (
+            ("seqlen_q", seqlen_q, self.rows),
+            ("seqlen_k", seqlen_k, self.keys),
+        ):
+            if given is not None and given != own:
+                raise ValueError(f"{name} is {given}, but the mask is for {own}")
+        return self.rows, self.keys
+
+    def _lists(self) -> Lists:
+        return Lists(host(self.first), host(self.entries), host(self.bits))
+
+    def _strip(self, keys: int) -> Strip:
+        return _block_lists.strip_of(self._lists(), self.heads, self.rows, keys)
+
+    def tiles(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
+        self._shape(seqlen_q, seqlen_k)
+        return _block_lists.states(self._lists(), self.batch, self.heads, self.rows, self.keys)
+
+    def _visible_pairs(self, rows: int, keys: int) -> int:
+        strip, total = self._strip(keys), 0
+        for b, h, block in np.ndindex(self.batch, self.heads, blocks_of(rows)):
+            total += int(strip(b, h, block * BLOCK, min((block + 1) * BLOCK, rows)).sum())
+        return total
+
+    def __repr__(self) -> str:
+        size = f"{self.rows} x {self.keys}, batch {self.batch}, heads {self.heads}"
+        distinct = self.bits.shape[0]
+        text = (
+            f"{distinct} different partial blocks, {distinct * BLOCK * BLOCK // 8:,} bytes of bits"
+        )
+        if not is_tensor(self.first) or self.first.device.type == "cpu":
+            grid = self.tiles()
+            full, part = int((grid == FULL).sum()), int((grid == PARTIAL).sum())
+            text = f"of {grid.size} blocks {full} full and {part} partial, {text}"
+        return f"Blocks({size}: {text})"
+
+
+def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> None:
+    """Refuses a mask that does not fit a call.
+
+    Args:
+        mask: The argument of the call.
+        batch: Sequences of the call.
+        heads: Query heads.
+        lengths: Rows and keys, if all sequences have the same.
+
+    Raises:
+        TypeError: it is no mask.
+        ValueError: it has other sizes.
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}, but must be one of tilewise.masks: for a bool "
+            "tensor or array, pass masks.from_bool(mask), and for a BlockMask masks.from_flex(mask)"
+        )
+    for name, own, wanted in (("batch", mask.batch, batch), ("heads", mask.heads, heads)):
+        if own not in (1, wanted):
+            raise ValueError(f"mask has {name} {own}, but must have 1 or {wanted} like q")
+    if isinstance(mask, Blocks) and lengths is not None and lengths != (mask.rows, mask.keys):
+        raise ValueError(
+            f"mask is for {mask.rows} rows and {mask.keys} keys, but q and k have {lengths[0]} and "
+            f"{lengths[1]}"
+        )
+
+
+# --- making masks ---------------------------------------------------------------------------------
+
+
+def from_bool(dense: Any) -> Blocks:
+    """The mask of a dense matrix, read in pieces of 128 rows.
+
+    Args:
+        dense: bool, a tensor or an array: [seqlen_q, seqlen_k], or [batch or 1, heads or 1,
+            seqlen_q, seqlen_k]; True is visible.
+
+    Raises:
+        TypeError: it is no bool tensor or array.
+        ValueError: it has another number of dimensions.
+    """
+    if not is_tensor(dense):
+        dense = np.asarray(dense)
+    if str(dense.dtype).rpartition(".")[2] != "bool":
+        raise TypeError(f"dense has dtype {dense.dtype}, but must be bool")
+    if dense.ndim not in (2, 4):
+        raise ValueError(
+            f"dense has shape {list(dense.shape)}, but must be [seqlen_q, seqlen_k] or "
+            "[batch or 1, heads or 1, seqlen_q, seqlen_k]"
+        )
+    four = dense[None, None] if dense.ndim == 2 else dense
+    batch, heads, rows, keys = four.shape
+    lists = _block_lists.build(
+        lambda b, h, begin, end: host(four[b, h, begin:end]), batch, heads, rows, keys
+    )
+    mask = Blocks(*lists, rows=rows, keys=keys, heads=heads)
+    return mask.to(dense.device) if is_tensor(dense) else mask
+
+
+def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
+    """The mask of a ``torch.nn.attention.flex_attention.BlockMask``.
+
+    Its full blocks stay full. ``mask_mod`` is evaluated once, in the partial blocks. Block sizes
+    other than 128 are cut anew.
+
+    Args:
+        block_mask: The mask, with any block size, per head and per sequence or shared.
+        score_mod: Must be None: a function of scores is no mask.
+
+    Raises:
+        TypeError: block_mask is no BlockMask.
+        ValueError: score_mod is given.
+    """
+    if score_mod is not None:
+        raise ValueError(
+            "score_mod is given, but a mask only shows or hides pairs: pass softcap, alibi_slopes "
+            "or bias to attention instead"
+        )
+    from ._mask_flex import strip_of_flex
+
+    strip, shape = strip_of_flex(block_mask)
+    batch, heads, rows, keys = shape
+    lists = _block_lists.build(strip, batch, heads, rows, keys)
+    mask = Blocks(*lists, rows=rows, keys=keys, heads=heads)
+    return mask.to(block_mask.kv_num_blocks.device)
+
+
+def _from_strips(strip: Strip, like: Mask, rows: int, keys: int) -> Blocks:
+    lists = _block_lists.build(strip, like.batch, like.heads, rows, keys)
+    mask = Blocks(*lists, rows=rows, keys=keys, heads=like.heads)
+    array = like._arrays()[0]
+    return mask.to(array.device) if is_tensor(array) else mask
+
+
+def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str) -> Blocks:
+    if not isinstance(b, Mask):
+        raise TypeError(f"the right side of {sign} is a {type(b).__name__}, but must be a mask")
+    sized = next((m for m in (a, b) if isinstance(m, Blocks)), None)
+    if sized is None:
+        raise TypeError(
+            f"Ranges {sign} Ranges has no form as ranges: pass .blocks(seqlen_q, seqlen_k) of one"
+        )
+    rows, keys = sized.rows, sized.keys
+    sizes = []
+    for name in ("batch", "heads"):
+        own = {getattr(m, name) for m in (a, b)}
+        if len(own - {1}) > 1:
+            raise ValueError(f"the masks have {name} {min(own)} and {max(own)}, but must have the "
+                             "same, or 1")  # fmt: skip
+        sizes.append(max(own))
+    for m in (a, b):
+        m._shape(rows, keys)
+    strips = [(m.on_host()._strip(keys), m.batch > 1, m.heads > 1) for m in (a, b)]
+
+    def strip(batch: int, head: int, begin: int, end: int) -> Array:
+        left, right = (
+            own(batch if per_sequence else 0, head if per_head else 0, begin, end)
+            for own, per_sequence, per_head in strips
+        )
+        return join(left, right)
+
+    lists = _block_lists.build(strip, sizes[0], sizes[1], rows, keys)
+    mask = Blocks(*lists, rows=rows, keys=keys, heads=sizes[1])
+    array = sized.first
+    return mask.to(array.device) if is_tensor(array) else mask
+
+
+def _kind_numbers(kinds: Any, count: int) -> Any:
+    """The kinds as numbers; names are looked up."""
+    if isinstance(kinds, str):
+        return np.full(count, _kind_number(kinds), np.int32)
+    if is_tensor(kinds) or isinstance(kinds, np.ndarray):
+        return kinds
+    return [_kind_number(kind) if isinstance(kind, str) else kind for kind in kinds]
+
+
+def _kind_number(name: str) -> int:
+    if name not in KINDS:
+        raise ValueError(f"kinds has {name!r}, but must be one of {', '.join(KINDS)}")
+    return KINDS.index(name)
