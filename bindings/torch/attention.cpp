@@ -163,8 +163,7 @@ void describe_mask(const Options& options, Problem& problem) {
   m.rows = options.mask_rows;
   m.keys = options.mask_keys;
   const int64_t lists = m.batch;
-  const int64_t of_sequence =
-      m.heads > 0 && m.rows > 0 ? m.heads * ((m.rows - 1) / kBlock + 1) : 0;
+  const int64_t of_sequence = m.heads > 0 && m.rows > 0 ? m.heads * ((m.rows - 1) / kBlock + 1) : 0;
   if (of_sequence <= 0 || lists % of_sequence != 0)
     invalid("mask_first has " + std::to_string(lists + 1) +
             " entries, but must have batch * mask_heads * ceil(mask_rows / 128) + 1");

@@ -20,7 +20,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class Mask:
-    """What ``Ranges`` and ``Blocks`` have in common."""
+    """The base of ``Ranges`` and ``Blocks``."""
 
     batch: int  # sequences of the mask; 1: the same mask for every sequence
     heads: int  # 1: the same mask for every head

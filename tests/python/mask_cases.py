@@ -60,8 +60,11 @@ def ranges_struct(sequences: Sequence[Sequence[Range]]) -> MaskStruct:
 
 
 def blocks_struct(dense: Bools, rng: np.random.Generator) -> MaskStruct:
-    """Of a dense mask [batch, heads, rows, keys]. Neighbouring full blocks are one entry or more,
-    and full blocks are sometimes stored as bits, as the format allows."""
+    """The struct of a dense mask [batch, heads, rows, keys].
+
+    Neighbouring full blocks are one entry or more, and full blocks are sometimes stored as bits, as
+    the format allows.
+    """
     batch, heads, rows, keys = dense.shape
     key_blocks = -(-keys // BLOCK)
     first, entries, bits = [0], [], []

@@ -172,11 +172,10 @@ struct Backward : BackwardScratch {
     return S.pair == 1 ? lane : lane % S.panel;
   }
 
-  // What W lanes see of a key tile; `masked` and `partial` say that the band or the mask hides some
-  // of it.
+  // How much of a key tile W lanes see.
   struct Visible {
-    bool masked;
-    bool partial;
+    bool masked;   // not all of it
+    bool partial;  // not all of it, because of the mask
   };
 
   // Computes P^T and dS^T of W lanes from S^T and dP^T. kPlain: no option is on and every lane sees
