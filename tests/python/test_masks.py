@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,6 +244,24 @@ def test_from_flex_equals_flex_attention(mask_mod, batch, heads, block):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     if mask_mod is causal:  # the same ragged edge three times: one block of bits and the last one
         assert mask.bits.shape[0] == 2
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text()
+BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).findall(PAGE)
+ROWS = re.compile(r"^\| `(.*)` \| `(masks.*)` \|$", re.MULTILINE).findall(PAGE)
+
+
+def test_every_row_of_the_page_shows_the_same_pairs(capsys):
+    names: dict = {}
+    for block in BLOCKS:
+        exec(block, names)
+    assert "shows 19% of the pairs" in capsys.readouterr().out
+    assert len(ROWS) == 10
+    for mod, mask in ROWS:
+        mask_mod = eval(f"lambda b, h, q, kv: {mod}".replace("\\|", "|"), names)
+        made = eval(mask.replace("\\|", "|"), names)
+        dense = create_mask(mask_mod, made.batch, made.heads, 512, 512, "cpu")
+        assert np.array_equal(made.to_bool(512, 512), dense.numpy()), mod
 
 
 # --- refusals -------------------------------------------------------------------------------------
