@@ -173,7 +173,7 @@ def aligned(o: Options, batch: int, rows: int, keys: int) -> Index:
 
 
 def visible(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
-    """Whether each row may see each key, [1 or Hq, rows, keys]."""
+    """Whether the band lets each row see each key, [rows, keys]."""
     left, right = o.window
     j, diagonal = np.arange(keys), aligned(o, batch, rows, keys)
     seen = np.ones((rows, keys), bool)
@@ -181,9 +181,14 @@ def visible(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
         seen &= j >= diagonal - left
     if right >= 0:
         seen &= j <= diagonal + right
+    return seen
+
+
+def sequence_mask(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
+    """The mask of one sequence, broadcastable to [Hq, rows, keys]."""
     if o.mask is None:
-        return seen[None]
-    return seen & o.mask[batch if o.mask.shape[0] > 1 else 0, :, :rows, :keys]
+        return np.ones((1, 1, 1), bool)
+    return o.mask[batch if o.mask.shape[0] > 1 else 0, :, :rows, :keys]
 
 
 def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
@@ -206,7 +211,7 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
     if o.slopes is not None:
         s = s - o.slopes[batch][:, None, None] * np.abs(aligned(o, batch, n, m) - np.arange(m))
     s = s + sequence_bias(o, batch, n, m)
-    return np.where(visible(o, batch, n, m), s, -np.inf), capped
+    return np.where(visible(o, batch, n, m) & sequence_mask(o, batch, n, m), s, -np.inf), capped
 
 
 def exp_of_sink(sink: Array, base: Array) -> Array:
