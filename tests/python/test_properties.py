@@ -23,9 +23,7 @@ if "TILEWISE_TEST_EXAMPLES_PER_DTYPE" in os.environ:  # fewer of the same proble
     EXAMPLES = dict.fromkeys(EXAMPLES, int(os.environ["TILEWISE_TEST_EXAMPLES_PER_DTYPE"]))
 
 
-def problems(
-    strategy, dtype: str, shard: int, device: str, served: Counter, shards: int = SHARDS
-):
+def problems(strategy, dtype: str, shard: int, device: str, served: Counter, shards: int = SHARDS):
     """A test of fresh random problems of one dtype, which counts the kernels that run. It is one of
     `shards` tests that share the examples."""
 
