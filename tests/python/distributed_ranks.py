@@ -69,10 +69,10 @@ class Pool:
             import torch
 
             count = min(count, torch.cuda.device_count())
-        # Forked from a process that has imported torch but started no threads: a quarter of the
-        # time of importing it in each rank.
+        # Forked from a process that has imported the slow modules but started no threads: a quarter
+        # of the time of importing them in each rank.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []

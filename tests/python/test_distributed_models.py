@@ -33,7 +33,7 @@ ROWS, BATCH = 32, 2
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool(2)
+    pool = Pool(4)
     yield pool
     pool.close()
 
@@ -238,3 +238,71 @@ def test_fsdp_and_checkpointing(pool):
     (expected,) = pool.run(1, blocks, False)
     for losses in pool.run(2, blocks, True):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def compiled(group):
+    """Whether a compiled model computes the same, and how often its graph breaks."""
+    torch.manual_seed(0)
+    block, results = Block(group, again=False), []
+    x = td.shard(torch.randn(BATCH, ROWS, 32), 1, layout="zigzag", group=group)
+    breaks = torch._dynamo.explain(block.attend)(x).graph_break_count
+    for model in (block, torch.compile(block, backend="eager")):
+        torch.manual_seed(3)
+        block.zero_grad()
+        out = model(x)
+        out.sin().sum().backward()
+        results.append([out, *(p.grad.clone() for p in block.parameters())])
+    return breaks, all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_graphs_break_at_the_call_alone(pool):
+    assert pool.run(2, compiled) == [(1, True)] * 2
+
+
+class Heads(torch.nn.Module):
+    """Attention whose heads tensor parallelism may cut, over the ranks of a mesh."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(2, (-1, 8)) for f in (self.q, self.k, self.v))
+        out = td.attention(q, k, v, causal=True, mesh=self.mesh, tensor_layout="bshd")
+        return self.out(out.flatten(2))
+
+
+def tensor_parallel(group, cut):
+    """out of all rows, and the gradient of q's weight, on one rank or on 2 x 2."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    group = mesh["cp"].get_group() if cut else group
+    model = Heads(mesh["cp"] if cut else None)
+    x = torch.randn(BATCH, ROWS, 32)
+    if not cut:
+        q, k, v = (f(x).unflatten(2, (-1, 8)).transpose(1, 2) for f in (model.q, model.k, model.v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = model.out(out.transpose(1, 2).flatten(2))
+        out.sin().sum().backward()
+        return out.detach(), model.q.weight.grad
+    plan = {name: ColwiseParallel() for name in "qkv"} | {"out": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tp"], plan)
+    out = model(td.shard(x, 1, layout="zigzag", group=group))
+    out.sin().sum().backward()
+    grad = model.q.weight.grad.full_tensor()
+    torch.distributed.all_reduce(grad, group=group)
+    return td.unshard(out.detach(), 1, layout="zigzag", size=ROWS, group=group), grad
+
+
+def test_tensor_parallel_meshes(pool):
+    (out, grad), *_ = pool.run(4, tensor_parallel, False)
+    for got, its_grad in pool.run(4, tensor_parallel, True):
+        assert torch.allclose(got, out, atol=1e-6)
+        assert torch.allclose(its_grad, grad, atol=1e-5)

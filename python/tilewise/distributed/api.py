@@ -16,9 +16,10 @@ from .choice import Choice
 from .grid import grid_of
 from .layout import check_layout, starts_of
 from .problem import check_method, prepare, prepare_varlen
-from .ranks import ranks_of
+from .ranks import eager, ranks_of
 
 
+@eager
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any = None, mesh: Any = None, method: str = "auto",
     layout: str = "zigzag", tensor_layout: str = "bshd", causal: bool = False,
@@ -85,6 +86,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@eager
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *,
     group: Any = None, mesh: Any = None, method: str = "auto", layout: str = "zigzag",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _torch, kvcache
 from .agreement import Call, agree
-from .ranks import Ranks, all_gather, ranks_of
+from .ranks import Ranks, all_gather, eager, ranks_of
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,6 +38,7 @@ def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return merged, torch.where(infinite, top, top + total.log())
 
 
+@eager
 def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     *, group: Any = None, mesh: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .._torch import as_array
 from .agreement import Call, agree
-from .ranks import Ranks, all_gather, ranks_of, reduce_scatter, sum_dtype
+from .ranks import Ranks, all_gather, eager, ranks_of, reduce_scatter, sum_dtype
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -187,6 +187,7 @@ def positions(
     return torch.cat(places) if places else torch.arange(0, device=device)
 
 
+@eager
 def shard(x: Tensor, dim: int, *, layout: str, group: Any = None, cu_seqlens: Any = None) -> Tensor:
     """This rank's rows of a tensor that every rank has whole; nothing is exchanged.
 
@@ -210,6 +211,7 @@ def shard(x: Tensor, dim: int, *, layout: str, group: Any = None, cu_seqlens: An
     return cut(x, dim, runs[ranks.rank])
 
 
+@eager
 def unshard(
     x: Tensor, dim: int, *, layout: str, size: int, group: Any = None, cu_seqlens: Any = None
 ) -> Tensor:

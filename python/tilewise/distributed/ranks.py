@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 # PyTorch 2.13 renamed the collective and warns of the old name.
 gather_equal: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def eager(function: F) -> F:
+    """The function outside of graphs of torch.compile, which cannot exchange with other ranks."""
+    return torch.compiler.disable(function, reason="tilewise.distributed exchanges between ranks")
 
 
 class Ranks(NamedTuple):
