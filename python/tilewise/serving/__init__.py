@@ -14,13 +14,14 @@ require_version("tilewise.serving", "transformers")
 
 from .engine import Completion, Engine, OverloadedError
 from .pages import PagePool
-from .sampling import SamplingParams
+from .sampling import Logprobs, SamplingParams
 from .sequence import Output
 from .service import Service, ServiceClosedError
 
 __all__ = [
     "Completion",
     "Engine",
+    "Logprobs",
     "Output",
     "OverloadedError",
     "PagePool",

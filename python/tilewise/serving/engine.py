@@ -19,7 +19,7 @@ from tilewise import _check
 
 from .model import logits_of, stop_tokens, take_over
 from .pages import PagedCache, PagePool
-from .sampling import SamplingParams, sample
+from .sampling import Logprobs, SamplingParams, logprobs, penalised, sample
 from .schedule import Scheduler
 from .sequence import Output, Sequence
 from .text import TextStream
@@ -43,6 +43,7 @@ class Completion:
     text: str = ""
     finish: str = ""  # ``Output.finish`` of the last output
     error: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the tokens, if asked for
 
 
 class Engine:
@@ -258,12 +259,12 @@ class Engine:
         outputs = _deliver(ended)  # before the pass, which may raise
         with self._lock:
             new_tokens = self._scheduler.plan()
-        tokens = self._forward(new_tokens) if new_tokens else []
+        draws = self._forward(new_tokens) if new_tokens else []
         with self._lock:
             for s, count in new_tokens.items():
                 s.cached += count
             complete = [s for s in new_tokens if not s.pending]
-            accepted = [(s, self._accept(s, t)) for s, t in zip(complete, tokens, strict=True)]
+            accepted = [(s, self._accept(s, *d)) for s, d in zip(complete, draws, strict=True)]
             for s, output in accepted:
                 if output.finish:
                     self._scheduler.remove(s)
@@ -323,12 +324,12 @@ class Engine:
             ended.append((s, output))
         return ended
 
-    def _accept(self, s: Sequence, token: int | None) -> Output:
+    def _accept(self, s: Sequence, token: int | None, report: Logprobs | None) -> Output:
         """The output of a request for a token; an error here ends only this request."""
         if token is None:
             return s.end("error", "no token can be drawn: the model's logits are not finite")
         try:
-            return s.accept(token)
+            return s.accept(token, report)
         except Exception as error:  # raised by the tokenizer
             _log.exception("tokens of request %d cannot be decoded: it ends with an error", s.id)
             return Output(s.id, None, "", "error", f"the tokens cannot be decoded: {error!r}")
@@ -338,14 +339,17 @@ class Engine:
         self._seconds_in_flight += 0.2 * (time.monotonic() - s.since - self._seconds_in_flight)
         self._counts[finish] += 1
 
-    def _forward(self, new_tokens: dict[Sequence, int]) -> list[int | None]:
-        """Runs the model; returns a token per sequence whose last token the model has now seen."""
+    def _forward(self, new_tokens: dict[Sequence, int]) -> list[tuple[int | None, Logprobs | None]]:
+        """Runs the model; returns a draw per sequence whose last token the model has now seen."""
         with torch.inference_mode():
             logits, complete = logits_of(self.model, self.pool, self.cache, new_tokens)
             if not complete:
                 return []
+            params = [s.params for s in complete]
             uniform = [s.random.random() for s in complete]
-            return sample(logits, [s.params for s in complete], uniform)
+            texts = [(s.tokens, s.prompt) for s in complete]
+            tokens = sample(penalised(logits, params, texts), params, uniform)
+            return [*zip(tokens, logprobs(logits, params, tokens), strict=True)]
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -361,6 +365,8 @@ def _collector(answer: Completion) -> Callable[[Output], None]:
     def deliver(output: Output) -> None:
         if output.token is not None:
             answer.tokens.append(output.token)
+        if output.logprobs is not None:
+            answer.logprobs.append(output.logprobs)
         answer.text += output.text
         answer.finish, answer.error = output.finish or "", output.error
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import _check
+
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,18 @@ class SamplingParams:
         seed: Makes the draws reproducible whatever the other requests of the batch are.
         stop: Strings that end the text and are not part of it. They need the engine's tokenizer.
         stop_token_ids: Tokens that end the text; None means those of the model, () means none.
+        top_k: Number of most likely tokens that the draw is among; 0 is all. top_p then refers to
+            the probabilities of these.
+        min_p: Number from 0 to 1: a token must be at least this many times as likely as the most
+            likely one (arXiv 2407.01082). top_p then refers to the tokens that are.
+        presence_penalty: Number from -100 to 100, which is subtracted from the logits of tokens
+            that have been generated.
+        frequency_penalty: Number from -100 to 100, which is subtracted from these logits as often
+            as the token has been generated.
+        repetition_penalty: Number from 0.01 to 100: positive logits of tokens of the prompt and of
+            generated ones are divided by it, negative ones multiplied (arXiv 1909.05858).
+        logprobs: Number of alternatives, from 0 to 20, that are reported for each token with their
+            logarithmic probabilities; None reports nothing.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -36,6 +53,12 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: tuple[int, ...] | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (
@@ -57,6 +80,93 @@ class SamplingParams:
             )
         for token in self.stop_token_ids or ():
             _check.integer("stop_token_ids", token, "integers")
+        self._check_cuts_and_penalties()
+
+    def _check_cuts_and_penalties(self) -> None:
+        if _check.integer("top_k", self.top_k, "an integer from 0") < 0:
+            raise ValueError(f"top_k is {self.top_k}, but must be at least 0")
+        _check.number("min_p", self.min_p, "a number from 0 to 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}, but must be from 0 to 1")
+        # Within these limits finite logits stay finite in float32.
+        for name, least in (
+            ("presence_penalty", -100.0), ("frequency_penalty", -100.0),
+            ("repetition_penalty", 0.01),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _check.number(name, value, f"a number from {least:g} to 100")
+            if not least <= value <= 100.0:
+                raise ValueError(f"{name} is {value}, but must be from {least:g} to 100")
+        if self.logprobs is not None:
+            _check.integer("logprobs", self.logprobs, "an integer or None")
+            if not 0 <= self.logprobs <= MAX_LOGPROBS:
+                raise ValueError(
+                    f"logprobs is {self.logprobs}, but must be from 0 to {MAX_LOGPROBS}"
+                )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities, before temperature, penalties and cuts."""
+
+    token: float  # of the token that was drawn
+    top: list[tuple[int, float]]  # the most likely tokens, in descending order
+
+
+def penalised(
+    logits: Tensor, params: list[SamplingParams], texts: list[tuple[list[int], int]]
+) -> Tensor:
+    """The logits after penalties; those of rows without any are unchanged.
+
+    Args:
+        logits: [N, vocabulary], which are not written.
+        params: The options of the N rows.
+        texts: The tokens of each row so far, and how many of them are the prompt.
+
+    Returns:
+        [N, vocabulary], in float32 if a row has penalties.
+    """
+    if not any(p.penalises for p in params):
+        return logits
+    logits = logits.float().clone()
+    for row, p, (tokens, prompt) in zip(logits, params, texts, strict=True):
+        if not p.penalises:
+            continue
+        seen = torch.tensor([*set(tokens)], device=logits.device)
+        values = row[seen]
+        factor = p.repetition_penalty
+        row[seen] = torch.where(values > 0.0, values / factor, values * factor)
+        counts = Counter(tokens[prompt:])
+        if counts:
+            generated = torch.tensor([*counts], device=logits.device)
+            amounts = torch.tensor([*map(float, counts.values())], device=logits.device)
+            row[generated] -= p.presence_penalty + p.frequency_penalty * amounts
+    return logits
+
+
+def logprobs(
+    logits: Tensor, params: list[SamplingParams], tokens: list[int | None]
+) -> list[Logprobs | None]:
+    """The reports for the rows that ask for them and have a token.
+
+    Args:
+        logits: [N, vocabulary], before penalties.
+        params: The options of the N rows.
+        tokens: The drawn tokens.
+    """
+    reports: list[Logprobs | None] = [None] * len(params)
+    for i, (p, token) in enumerate(zip(params, tokens, strict=True)):
+        if p.logprobs is None or token is None:
+            continue
+        row = logits[i].float().log_softmax(-1)
+        values, top = row.topk(min(p.logprobs, len(row)))
+        reports[i] = Logprobs(float(row[token]), [*zip(top.tolist(), values.tolist(), strict=True)])
+    return reports
 
 
 def sample(logits: Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int | None]:
@@ -93,9 +203,14 @@ def _draw(shifted: Tensor, params: list[SamplingParams], uniform: list[float]) -
     smallest = torch.finfo(torch.float32).tiny
     temperature = column(max(p.temperature, smallest) for p in params)
     top_p = column(p.top_p for p in params)
+    min_p = column(p.min_p for p in params)
+    top_k = column(p.top_k or math.inf for p in params)
     p, tokens = (shifted / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(p.shape[-1], device=p.device)
+    p = torch.where((rank < top_k) & (p >= min_p * p[:, :1]), p, 0.0)
     below = p.cumsum(-1) - p
-    nucleus = (below < top_p) | (top_p >= 1.0)  # rounding may take the sum past 1 before the end
+    # Rounding may take the sum past its end.
+    nucleus = (below < top_p * p.sum(-1, keepdim=True)) | (top_p >= 1.0)
     nucleus[:, 0] = True
     p = torch.where(nucleus, p, 0.0)
     total = p.cumsum(-1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .sampling import SamplingParams
+from .sampling import Logprobs, SamplingParams
 from .text import TextStream
 
 
@@ -23,6 +23,7 @@ class Output(NamedTuple):
     # "stop", "length", "cancelled", "timeout", "error"; None: the request continues
     finish: str | None = None
     error: str | None = None  # with "timeout" and "error": a sentence that says what happened
+    logprobs: Logprobs | None = None  # of the token, if the request asks for it
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class Sequence:
     text: TextStream | None = None
     deliver: Callable[[Output], None] | None = None
     timeout: float | None = None  # seconds from now
+    prompt: int = field(init=False)  # number of tokens of the prompt
     random: random.Random = field(init=False)
     deadline: float = field(init=False)  # on the clock of time.monotonic
     cached: int = 0
@@ -45,6 +47,7 @@ class Sequence:
     since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
         seed = self.params.seed
         self.random = random.Random(None if seed is None else int(seed))
         self.deadline = math.inf if self.timeout is None else self.since + self.timeout
@@ -54,7 +57,7 @@ class Sequence:
         """The number of tokens that the model has not seen yet; 1 while decoding."""
         return len(self.tokens) - self.cached
 
-    def accept(self, token: int) -> Output:
+    def accept(self, token: int, logprobs: Logprobs | None = None) -> Output:
         """Appends a sampled token. Exceptions of the tokenizer propagate."""
         self.tokens.append(token)
         text, finish = "", None
@@ -67,7 +70,7 @@ class Sequence:
             finish = "length"
         if finish and self.text:
             text += self.text.finish()
-        return Output(self.id, token, text, finish)
+        return Output(self.id, token, text, finish, None, logprobs)
 
     def end(self, finish: str, error: str | None = None) -> Output:
         """The last output of a request that ends without a token.
