@@ -67,6 +67,9 @@ class Engine:
         max_running: Largest number of requests that are computed at once.
         max_waiting: Largest number of further requests that wait.
         step_tokens: Tokens per forward pass, at least max_running.
+        prefix_caching: Whether requests that begin with the same tokens share the pages of these.
+            They are computed once, so a request's time to its first token reveals that another one
+            began with the same tokens.
 
     Raises:
         TypeError: a number is not an integer, or the model is not one of Transformers.
@@ -83,6 +86,7 @@ class Engine:
         max_running: int = 32,
         max_waiting: int = 64,
         step_tokens: int = 512,
+        prefix_caching: bool = True,
     ) -> None:
         for name, value, minimum, minimum_name in (
             ("page_size", page_size, 1, ""),
@@ -94,7 +98,12 @@ class Engine:
             if _check.integer(name, value, "an integer") < minimum:
                 raise ValueError(f"{name} is {value}, but must be at least {minimum_name}{minimum}")
         take_over(model)
-        self.pool = PagePool(cache_tokens // page_size, page_size, max_running)
+        self.pool = PagePool(
+            cache_tokens // page_size,
+            page_size,
+            max_running,
+            _check.flag("prefix_caching", prefix_caching),
+        )
         self.cache = PagedCache(self.pool)
         self.places = max_running + max_waiting
         self.model, self.tokenizer = model, tokenizer
@@ -207,7 +216,11 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """The number of requests and free pages now, and counters since the start."""
         with self._lock:
-            counts = {**self._counts, "preemptions": self._scheduler.preemptions}
+            counts = {
+                **self._counts,
+                "preemptions": self._scheduler.preemptions,
+                "shared_tokens": self._scheduler.shared_tokens,
+            }
             return {
                 "running": len(self._scheduler.running),
                 "waiting": len(self._scheduler.waiting),
@@ -263,9 +276,12 @@ class Engine:
         with self._lock:
             for s, count in new_tokens.items():
                 s.cached += count
+                self.pool.publish(s.row, s.tokens, s.cached)
             complete = [s for s in new_tokens if not s.pending]
             accepted = [(s, self._accept(s, *d)) for s, d in zip(complete, draws, strict=True)]
             for s, output in accepted:
+                if output.finish == "error":
+                    self.pool.forget(s.row)  # its keys and values may not be finite
                 if output.finish:
                     self._scheduler.remove(s)
                     self._account(s, output.finish)
@@ -356,7 +372,8 @@ class Engine:
 
 
 _COUNTS = (
-    "requests", "refused", "prompt_tokens", "generated_tokens", "steps", "preemptions",
+    "requests", "refused", "prompt_tokens", "shared_tokens", "generated_tokens", "steps",
+    "preemptions",
     "stop", "length", "cancelled", "timeout", "error",
 )  # fmt: skip
 

@@ -54,6 +54,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
+        self.shared_tokens = 0  # tokens that were in pages when their request was admitted
 
     def in_flight(self) -> list[Sequence]:
         """The running requests, followed by the waiting ones."""
@@ -99,10 +100,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admits requests while there are rows, and pages for all of their tokens."""
-        while self.waiting and self.pool.free_rows:
+        while self.waiting:
             s = self.waiting[0]
-            if self.pool.pages_of(len(s.tokens)) > self.pool.free_pages:
+            admitted = self.pool.admit(s.tokens)
+            if admitted is None:
                 return
-            s.row = self.pool.take_row()
-            self.pool.grow(s.row, len(s.tokens))
+            s.row, s.cached = admitted
+            self.shared_tokens += s.cached
             self.running.append(self.waiting.popleft())
