@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -32,6 +33,7 @@ models.require_or_exit("fastapi", "uvicorn", "transformers")
 import uvicorn  # noqa: E402
 from fastapi import FastAPI  # noqa: E402
 
+import serve_access  # noqa: E402
 from serve_http import GRACE_SECONDS, Limits, create_app  # noqa: E402
 from tilewise.serving import Engine, Service  # noqa: E402
 
@@ -60,6 +62,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="largest body of a request, before 413")  # fmt: skip
     add("--request-seconds", type=float, default=limits.seconds,
         help="deadline of a request, from its arrival to its last token")  # fmt: skip
+    add("--prefix-caching", choices=["on", "off"], default="on",
+        help="whether prompts with the same beginning share its pages")  # fmt: skip
+    add("--api-key", help="key that requests below /v1 must send as 'Authorization: Bearer KEY'; "
+        "also read from the environment variable TILEWISE_API_KEY")  # fmt: skip
+    add("--access-log", choices=["on", "off"], default="on",
+        help="whether stderr gets a line for each request")  # fmt: skip
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
         parser.error(f"--port is {options.port}, but must be from 0 to 65535")
@@ -95,6 +103,7 @@ def loaded(options: argparse.Namespace) -> Engine:
         max_running=options.max_running,
         max_waiting=options.max_waiting,
         step_tokens=options.step_tokens,
+        prefix_caching=options.prefix_caching == "on",
     )
     pages = f"{engine.pool.pages} pages of {engine.pool.page_size} tokens"
     seconds = time.monotonic() - began
@@ -134,6 +143,15 @@ def _at(error: OSError, host: str, port: int) -> OSError:
     return OSError(error.errno, f"{error.strerror}: --host {host} --port {port}")
 
 
+def log_to_stderr(log: logging.Logger) -> None:
+    """Makes a logger write its lines with the time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
 def run(app: FastAPI, listener: socket.socket) -> None:
     """Serves until a signal stops it."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
@@ -160,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         port = listener.getsockname()[1]
         print(f"{options.model} on http://{name}:{port}", flush=True)
         limits = Limits(options.max_body_bytes, options.request_seconds)
-        run(create_app(Service(engine), engine.tokenizer, options.model, limits), listener)
+        if options.access_log == "on":
+            log_to_stderr(serve_access.log)
+        key = options.api_key or os.environ.get("TILEWISE_API_KEY")
+        app = create_app(Service(engine), engine.tokenizer, options.model, limits, key or None)
+        run(app, listener)
         print(f"stopped: {engine.stats()['generated_tokens']} tokens generated")
     return 0
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import serve_requests
+from serve_access import Access, Account, account_of
+from serve_answers import Form, as_json, collected, events, failure, metrics_text
 from serve_requests import ParsedRequest, RefusedError
 from tilewise.serving import (
     Engine,
@@ -52,30 +52,47 @@ class Limits:
 
 
 class Stream:
-    """The outputs of one request on the event loop; closing it early cancels the request."""
+    """The outputs of the choices of one request on the event loop, each with its choice's index.
+
+    Closing it early cancels the choices.
+    """
 
     def __init__(
-        self, service: Service, prompt: list[int], params: SamplingParams, deadline: float
+        self,
+        service: Service,
+        choices: Sequence[tuple[list[int], SamplingParams]],
+        deadline: float,
+        account: Account,
     ) -> None:
-        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Output]()
-        self._service, self._open = service, True
+        loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue[tuple[int, Output]]()
+        self._service, self._account = service, account
+        self._open: dict[int, int] = {}  # choice: the engine's id of its request
         self.seconds_left = max(deadline - loop.time(), 1e-3)
-        self._id = service.submit(
-            prompt,
-            params,
-            lambda output: loop.call_soon_threadsafe(self._queue.put_nowait, output),
-            self.seconds_left,
-        )
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+        def deliver_to(index: int) -> Callable[[Output], None]:
+            return lambda output: loop.call_soon_threadsafe(
+                self._queue.put_nowait, (index, output)
+            )  # fmt: skip
+
+        try:
+            for i, (prompt, params) in enumerate(choices):
+                self._open[i] = service.submit(prompt, params, deliver_to(i), self.seconds_left)
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
         while self._open:
-            output = await self._queue.get()
-            self._open = not output.finish
-            yield output
+            index, output = await self._queue.get()
+            self._account.generated_tokens += output.token is not None
+            if output.finish:
+                del self._open[index]
+            yield index, output
 
     def close(self) -> None:
-        if self._open:
-            self._service.cancel(self._id)
+        for request in self._open.values():
+            self._service.cancel(request)
 
 
 class EventStream(StreamingResponse):
@@ -95,109 +112,6 @@ class EventStream(StreamingResponse):
             self._stream.close()
 
 
-@dataclass
-class Form:
-    """The format of the answers to one request: text or a chat message."""
-
-    model: str
-    prompt_tokens: int
-    chat: bool
-
-    def __post_init__(self) -> None:
-        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
-        self.created = int(time.time())
-
-    def whole(self, text: str, finish: str, tokens: int) -> dict[str, Any]:
-        content = (
-            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        )
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._around(kind, content, finish), "usage": self.usage(tokens)}
-
-    def piece(self, text: str, finish: str | None) -> dict[str, Any]:
-        content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        return self._around(
-            "chat.completion.chunk" if self.chat else "text_completion", content, finish
-        )
-
-    def usage(self, tokens: int) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": self.prompt_tokens + tokens,
-        }
-
-    def _around(self, kind: str, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **content, "finish_reason": finish, "logprobs": None}
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model,
-            "choices": [choice],
-        }  # fmt: skip
-
-
-def as_json(value: Any, status: int = 200, **headers: str) -> Response:
-    """A JSON response in ASCII, because a lone surrogate is valid in JSON, but not in UTF-8."""
-    named = {name.replace("_", "-"): x for name, x in headers.items()}
-    return Response(json.dumps(value), status, named, "application/json")
-
-
-def failure(
-    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
-    code: str | None = None, **headers: str,
-) -> Response:  # fmt: skip
-    """An error in the format of this interface; `param` is the field at fault."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return as_json({"error": error}, status, **headers)
-
-
-# How a request can end without an answer: the HTTP status and type of each error.
-_FAILURES = {
-    "error": (503, "server_error"),
-    "cancelled": (503, "server_error"),
-    "timeout": (504, "timeout"),
-}
-
-
-def sentence(output: Output) -> str:
-    """The message about a request that ended without an answer."""
-    return output.error or f"the request ended: {output.finish}"
-
-
-async def events(stream: Stream, form: Form, with_usage: bool) -> AsyncIterator[str]:
-    """The lines of an event stream."""
-
-    def event(value: dict[str, Any]) -> str:
-        return f"data: {json.dumps(value)}\n\n"
-
-    if form.chat:
-        first = form.piece("", None)
-        first["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-        yield event(first)
-    tokens = 0
-    async for output in stream:
-        tokens += output.token is not None
-        if output.finish in _FAILURES:
-            _, kind = _FAILURES[output.finish]
-            yield event({"error": {"message": sentence(output), "type": kind}})
-        elif output.text or output.finish:
-            yield event(form.piece(output.text, output.finish))
-    if with_usage:
-        yield event({**form.piece("", None), "choices": [], "usage": form.usage(tokens)})
-    yield "data: [DONE]\n\n"
-
-
-async def collected(stream: Stream, form: Form) -> Response:
-    """The complete answer as one response."""
-    pieces, tokens, output = [], 0, Output(0)
-    async for output in stream:
-        pieces.append(output.text)
-        tokens += output.token is not None
-    if output.finish in _FAILURES:
-        status, kind = _FAILURES[output.finish]
-        return failure(status, sentence(output), kind)
-    return as_json(form.whole("".join(pieces), output.finish or "", tokens))
-
-
 async def unless_disconnected(request: Request, stream: Stream, form: Form) -> Response:
     """The complete answer, unless the client disconnects before it is done."""
 
@@ -205,7 +119,9 @@ async def unless_disconnected(request: Request, stream: Stream, form: Form) -> R
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, gone = (asyncio.ensure_future(x) for x in (collected(stream, form), disconnected()))
+    answer, gone = (
+        asyncio.ensure_future(x) for x in (collected(aiter(stream), form), disconnected())
+    )
     try:
         done, _ = await asyncio.wait(
             {answer, gone},
@@ -260,8 +176,8 @@ class Server:
 
     def read(
         self, body: bytes, kind: Callable[[Any], ParsedRequest]
-    ) -> tuple[ParsedRequest, list[int]]:
-        """The parsed request, and its prompt as tokens. Raises RefusedError."""
+    ) -> tuple[ParsedRequest, list[list[int]]]:
+        """The parsed request, and its prompts as tokens. Raises RefusedError."""
         parsed = kind(serve_requests.parse_json(body))
         if parsed.model not in (None, self.name):
             raise self.no_such_model(parsed.model, " or left out")
@@ -279,16 +195,22 @@ class Server:
         except asyncio.TimeoutError as error:
             time_limit = f"{self.limits.seconds:g} seconds"
             raise RefusedError(None, f"body must arrive within {time_limit}", 408) from error
-        parsed, prompt = await anyio.to_thread.run_sync(
+        parsed, prompts = await anyio.to_thread.run_sync(
             self.read, body, kind, limiter=self._readers
         )
+        account = account_of(request.scope)
+        account.prompt_tokens = sum(map(len, prompts))
+        choices = parsed.choices(prompts)
+        if len(choices) > engine.places:
+            raise parsed.too_many(len(choices), engine.places)
         try:
-            stream = Stream(self.service, prompt, parsed.params, deadline)
+            stream = Stream(self.service, choices, deadline, account)
         except ValueError as error:
-            raise parsed.does_not_fit(prompt, engine.context, error) from error
-        form = Form(self.name, len(prompt), parsed.source == "messages")
+            raise parsed.does_not_fit(prompts, engine.context, error) from error
+        chat = parsed.source == "messages"
+        form = Form(self.name, account.prompt_tokens, len(choices), chat, self.tokenizer.decode)
         if parsed.stream:
-            return EventStream(stream, events(stream, form, parsed.include_usage))
+            return EventStream(stream, events(aiter(stream), form, parsed.include_usage))
         return await unless_disconnected(request, stream, form)
 
     def no_such_model(self, model: Any, allowed: str = "") -> RefusedError:
@@ -304,9 +226,18 @@ class Server:
 
 
 def create_app(
-    service: Service, tokenizer: Any, name: str, limits: Limits | None = None
-) -> FastAPI:
-    """The application, which closes the service when it ends."""
+    service: Service, tokenizer: Any, name: str, limits: Limits | None = None,
+    api_key: str | None = None,
+) -> FastAPI:  # fmt: skip
+    """The application, which closes the service when it ends.
+
+    Args:
+        service: The service, which only the application may use from now on.
+        tokenizer: The tokenizer of its model.
+        name: The name of the model for clients.
+        limits: The limits of requests.
+        api_key: The key that clients must send; None accepts all.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -347,9 +278,11 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Any:
-        return PlainTextResponse(metrics_text(service.engine.stats()))
+        engine = service.engine
+        return PlainTextResponse(metrics_text(engine.stats(), engine.latencies().items()))
 
     handle_errors(app)
+    app.add_middleware(Access, api_key=api_key)
     return app
 
 
@@ -376,14 +309,3 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)  # the exception is also logged
     async def fault(_: Request, error: Exception) -> Response:
         return failure(500, f"internal error of the server: {type(error).__name__}", "server_error")
-
-
-def metrics_text(stats: dict[str, int]) -> str:
-    """The counters and gauges in the text format of Prometheus."""
-    gauges = ("running", "waiting", "pages", "pages_free")
-    lines = []
-    for name, value in stats.items():
-        full = f"tilewise_{name}" if name in gauges else f"tilewise_{name}_total"
-        lines.append(f"# TYPE {full} {'gauge' if name in gauges else 'counter'}")
-        lines.append(f"{full} {value}")
-    return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import models
@@ -21,8 +21,7 @@ _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
 # An unsupported field is accepted with a value that has no effect: false, zero or empty, or for
 # these fields one of the listed values. An empty tuple means that every value has an effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "repetition_penalty": (1,),
-    "logprobs": (False,), "prompt_logprobs": (),  # even 0 asks for those of the prompt
+    "best_of": (1,), "prompt_logprobs": (),  # even 0 asks for those of the prompt
     "tool_choice": ("none",), "function_call": ("none",), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
     "web_search_options": (),  # an empty object requests a search with all defaults
@@ -31,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Each token is compared with all stop strings, in the thread that all requests wait for.
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
+MAX_CHOICES = 16  # answers to a prompt
+MAX_LOGPROBS = 20  # alternatives to a token
 
 _brief = reprlib.Repr()  # an error message must not contain a picture in base64
 _brief.maxlevel, _brief.maxlist, _brief.maxdict, _brief.maxstring = 3, 4, 4, 60
@@ -160,8 +161,21 @@ def _is_number(x: Any) -> bool:
     return _is_integer(x) or isinstance(x, float)
 
 
+def _is_between(least: float, most: float) -> Callable[[Any], bool]:
+    return lambda x: _is_number(x) and least <= x <= most
+
+
 def _is_prompt(x: Any) -> bool:
     return _is_text(x) or (isinstance(x, list) and all(map(_is_integer, x)))
+
+
+def _is_prompts(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and bool(x)
+        and all(type(y) is type(x[0]) for y in x)
+        and all(map(_is_prompt, x))
+    )
 
 
 def _is_stop(x: Any) -> bool:
@@ -180,40 +194,74 @@ class ParsedRequest:
 
     model: str | None
     source: str  # the name of the field that contained the prompt
-    prompt: Any  # text, tokens, or messages in the form that templates take
+    prompts: list[Any]  # text, tokens, or messages in the form that templates take
+    n: int  # number of answers to each
     limit: str | None  # the name of the field that contained max_tokens, if there was one
     params: SamplingParams
     stream: bool
     include_usage: bool
 
-    def tokens(self, tokenizer: Any) -> list[int]:
-        """The prompt as tokens. Raises RefusedError."""
+    def tokens(self, tokenizer: Any) -> list[list[int]]:
+        """The prompts as tokens. Raises RefusedError."""
         try:
             if self.source == "messages":
-                return models.chat_prompt(tokenizer, self.prompt)
-            return tokenizer.encode(self.prompt) if _is_text(self.prompt) else self.prompt
+                return [models.chat_prompt(tokenizer, prompt) for prompt in self.prompts]
+            return [tokenizer.encode(x) if _is_text(x) else x for x in self.prompts]
         except Exception as error:  # raised by the model's own template or tokenizer
             raiser = "template" if self.source == "messages" else "tokenizer"
             detail = str(error)[:300]  # it may contain the whole text
             sentence = f"{self.source} must fit the model's {raiser}, which says: {detail}"
             raise RefusedError(self.source, sentence) from error
 
-    def does_not_fit(self, tokens: Sequence[int], context: int, error: ValueError) -> RefusedError:
-        """The engine's error about these tokens, with the name of the field at fault."""
-        too_long = len(tokens) + (self.params.max_tokens or 1) > context
+    def choices(self, prompts: list[list[int]]) -> list[tuple[list[int], SamplingParams]]:
+        """The prompt and the options of each answer. Those to one prompt have their own seeds."""
+        seed = self.params.seed
+        params = [
+            self.params if seed is None else replace(self.params, seed=seed + i)
+            for i in range(self.n)
+        ]
+        return [(prompt, p) for prompt in prompts for p in params]
+
+    def too_many(self, count: int, most: int) -> RefusedError:
+        """The error of a request for more answers than the engine has places for."""
+        at_fault = "n" if self.n > 1 else self.source
+        return RefusedError(
+            at_fault,
+            f"{at_fault}: {count} answers are asked for, but must be at most {most} per request",
+        )
+
+    def does_not_fit(
+        self, prompts: Sequence[Sequence[int]], context: int, error: ValueError
+    ) -> RefusedError:
+        """The engine's error about one of the prompts, with the name of the field at fault."""
+        longest = max(map(len, prompts))
+        too_long = longest + (self.params.max_tokens or 1) > context
         at_fault = self.source
-        if self.limit and too_long and 0 < len(tokens) < context:
-            at_fault = self.limit  # the prompt alone would fit
+        if self.limit and too_long and 0 < longest < context:
+            at_fault = self.limit  # the prompts alone would fit
         same_name = at_fault == "prompt"  # the engine uses this name as well
         return RefusedError(at_fault, str(error) if same_name else f"{at_fault}: {error}")
 
 
 def completion(body: Any) -> ParsedRequest:
-    """The request of POST /v1/completions: text or tokens to continue. Raises RefusedError."""
+    """The request of POST /v1/completions: texts or tokens to continue. Raises RefusedError."""
     fields = Fields(body)
-    allowed = "a string or a list of tokens (integers), one prompt per request"
-    prompt = fields.take("prompt", allowed, _is_prompt, required=True)
-    return _common(fields, "prompt", prompt, ("max_tokens",), 16)
+    prompt = fields.take(
+        "prompt",
+        "a string, a list of tokens (integers), or a list of such prompts",
+        lambda x: _is_prompt(x) or _is_prompts(x),
+        default="", required=True,
+    )  # fmt: skip
+    logprobs = fields.take(
+        "logprobs",
+        f"false or an integer from 0 to {MAX_LOGPROBS}",
+        lambda x: x is False or (_is_integer(x) and 0 <= x <= MAX_LOGPROBS),
+        False,
+    )
+    prompts = [prompt] if _is_prompt(prompt) else prompt
+    return _common(
+        fields, "prompt", prompts, ("max_tokens",), 16, None if logprobs is False else logprobs
+    )
 
 
 def chat(body: Any) -> ParsedRequest:
@@ -224,7 +272,15 @@ def chat(body: Any) -> ParsedRequest:
         default=[], required=True,
     )  # fmt: skip
     prompt = [message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    return _common(fields, "messages", prompt, ("max_completion_tokens", "max_tokens"), None)
+    reported = fields.take("logprobs", "true or false", _is_flag, False)
+    top = fields.take(
+        "top_logprobs",
+        f"an integer from 0 to {MAX_LOGPROBS}" if reported else "0 without logprobs",
+        lambda x: _is_integer(x) and 0 <= x <= (MAX_LOGPROBS if reported else 0),
+        0,
+    )
+    limits = ("max_completion_tokens", "max_tokens")
+    return _common(fields, "messages", [prompt], limits, None, top if reported else None)
 
 
 def message(value: Any, where: str) -> dict[str, str]:
@@ -252,8 +308,9 @@ def _part(value: Any, where: str) -> str:
 
 
 def _common(
-    fields: Fields, source: str, prompt: Any, limits: Sequence[str], default: int | None
-) -> ParsedRequest:
+    fields: Fields, source: str, prompts: list[Any], limits: Sequence[str], default: int | None,
+    logprobs: int | None,
+) -> ParsedRequest:  # fmt: skip
     """The request, with the fields that both kinds of requests have."""
     model = fields.take("model", "a string", _is_text)
     max_tokens = {name: fields.take(name, "an integer from 1", _is_count) for name in limits}
@@ -262,19 +319,11 @@ def _common(
         first, second = given
         allowed = f"left out beside {first}, or equal to it, {max_tokens[first]}"
         raise refused(second, max_tokens[second], allowed)
-    temperature = fields.take(
-        "temperature", "a number from 0 to 2", lambda x: _is_number(x) and 0 <= x <= 2, 1.0
-    )
-    top_p = fields.take(
-        "top_p", "a number above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1, 1.0
-    )
-    stop = fields.take(
-        "stop",
-        f"a string or a list of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_LENGTH} characters",
-        _is_stop,
-        [],
-    )
-    seed = fields.take("seed", "an integer", _is_integer)
+    sampling = _sampling(fields)
+    n = fields.take(
+        "n", f"an integer from 1 to {MAX_CHOICES}",
+        lambda x: _is_count(x) and x <= MAX_CHOICES, 1,
+    )  # fmt: skip
     stream = fields.take("stream", "true or false", _is_flag, False)
     options = Fields(
         fields.take("stream_options", "an object", lambda x: isinstance(x, dict), {}),
@@ -284,8 +333,45 @@ def _common(
     options.close()
     fields.close()
     params = SamplingParams(
-        max_tokens[given[0]] if given else default, temperature, top_p, seed,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-    )  # fmt: skip
+        max_tokens[given[0]] if given else default, logprobs=logprobs, **sampling
+    )
     limit = given[0] if given else None
-    return ParsedRequest(model, source, prompt, limit, params, stream, usage)
+    return ParsedRequest(model, source, prompts, n, limit, params, stream, usage)
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    """The arguments of ``SamplingParams`` that have fields of the same name, and ignore_eos."""
+    stop = fields.take(
+        "stop",
+        f"a string or a list of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_LENGTH} characters",
+        _is_stop,
+        [],
+    )
+    ignores_end = fields.take("ignore_eos", "true or false", _is_flag, False)
+    top_p = fields.take(
+        "top_p", "a number above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1, 1.0
+    )
+    top_k = fields.take(
+        "top_k", "an integer from -1; -1 and 0 are all tokens",
+        lambda x: _is_integer(x) and x >= -1, 0,
+    )  # fmt: skip
+    numbers = {
+        name: fields.take(
+            name, f"a number from {least:g} to {most:g}", _is_between(least, most), default
+        )
+        for name, least, most, default in (
+            ("temperature", 0, 2, 1.0),
+            ("min_p", 0, 1, 0.0),
+            ("presence_penalty", -2, 2, 0.0),
+            ("frequency_penalty", -2, 2, 0.0),
+            ("repetition_penalty", 0.01, 100, 1.0),
+        )
+    }
+    return dict(
+        numbers,
+        seed=fields.take("seed", "an integer", _is_integer),
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=() if ignores_end else None,
+    )

@@ -103,7 +103,7 @@ def sent(response: http.client.HTTPResponse) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(
     device: str, tokenizer: Any = None, limits: serve_http.Limits | None = None,
-    host: str = "127.0.0.1", **options: Any,
+    host: str = "127.0.0.1", api_key: str | None = None, **options: Any,
 ) -> Iterator[Client]:  # fmt: skip
     """A server with its own engine in a thread of this process; on exit, everything must be free.
 
@@ -112,7 +112,7 @@ def serving(
     model, default = models.load(MODEL, device, "fp32")
     tokenizer = tokenizer or default
     service = Service(Engine(model, tokenizer, **options))
-    app = serve_http.create_app(service, tokenizer, MODEL, limits)
+    app = serve_http.create_app(service, tokenizer, MODEL, limits, api_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     with serve.bound(host, 0) as listener:
         listener.listen()

@@ -214,10 +214,11 @@ def hello(**more: Any) -> dict[str, Any]:
     [
         (COMPLETIONS, dict(), "prompt", "prompt is missing, but must be a string or"),
         (COMPLETIONS, [1], None, r"body is \[1\], but must be an object"),
-        (COMPLETIONS, dict(prompt=["a"]), "prompt", r"prompt is \['a'\], but must be a string or"),
+        (COMPLETIONS, dict(prompt=["a", 1]), "prompt", r"prompt is \['a', 1\], but must be a"),
         (COMPLETIONS, dict(prompt="a", temperature=3), "temperature", "is 3, but .* from 0 to 2"),
-        (COMPLETIONS, dict(prompt="a", n=3), "n", "n is 3, but must be 1"),
-        (COMPLETIONS, dict(prompt="a", logprobs=0), "logprobs", "is 0, but must be False"),
+        (COMPLETIONS, dict(prompt="a", n=17), "n", "n is 17, but must be an integer from 1 to 16"),
+        (COMPLETIONS, dict(prompt=["a"] * 50), "prompt", "50 answers are asked for.* at most 40"),
+        (COMPLETIONS, dict(prompt="a", logprobs=-1), "logprobs", "is -1, but must be false or"),
         (COMPLETIONS, dict(prompt="a", stop=[""]), "stop", "stop is"),
         (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "must be left out"),
         (

@@ -205,7 +205,9 @@ MESSAGES = st.lists(
 FIELDS = dict(
     model=VALUES, max_tokens=NUMBERS | VALUES, max_completion_tokens=NUMBERS | VALUES,
     temperature=NUMBERS | VALUES, top_p=NUMBERS | VALUES, stop=st.lists(TEXTS, max_size=6) | VALUES,
-    seed=NUMBERS | VALUES, stream=st.booleans() | VALUES, stream_options=VALUES, n=NUMBERS,
+    seed=NUMBERS | VALUES, stream=st.booleans() | VALUES, stream_options=VALUES,
+    n=st.integers(0, 3) | NUMBERS, top_k=NUMBERS, min_p=NUMBERS, presence_penalty=NUMBERS,
+    repetition_penalty=NUMBERS, ignore_eos=VALUES, top_logprobs=NUMBERS,
     logprobs=VALUES, tools=VALUES, user=VALUES, logit_bias=VALUES, response_format=VALUES,
 )  # fmt: skip
 PROMPTS = TEXTS | st.lists(NUMBERS | st.integers(0, 255), max_size=40) | VALUES

@@ -70,10 +70,16 @@ WRONG = [
     *[("seed", x, "an integer") for x in (1.5, "1", True)],
     *[("stream", x, "true or false") for x in (1, "yes", [])],
     *[("stream_options", x, "an object") for x in ([], True, "a")],
-    *[("n", x, "1" + NOTHING_ELSE) for x in (0, 2, True)],
+    *[("n", x, "an integer from 1 to 16") for x in (0, 17, True, 1.0)],
     *[("best_of", x, "1" + NOTHING_ELSE) for x in (0, 3)],
-    *[("repetition_penalty", x, "1" + NOTHING_ELSE) for x in (0, 1.1)],
-    *[("logprobs", x, "False" + NOTHING_ELSE) for x in (True, 0, 1)],
+    *[("repetition_penalty", x, "a number from 0.01 to 100") for x in (0, 101, "1")],
+    *[
+        (name, x, "a number from -2 to 2")
+        for name in ("presence_penalty", "frequency_penalty") for x in (-2.1, 3, True)
+    ],
+    *[("min_p", x, "a number from 0 to 1") for x in (-0.1, 1.1, "0")],
+    *[("top_k", x, "an integer from -1; -1 and 0 are all tokens") for x in (-2, 1.5, True)],
+    *[("ignore_eos", x, "true or false") for x in (1, "yes")],
     *[("tool_choice", x, "'none'" + NOTHING_ELSE) for x in ("auto", {})],
     ("function_call", "auto", "'none'" + NOTHING_ELSE),
     *[
@@ -89,8 +95,7 @@ WRONG = [
         (name, x, LEFT_OUT)
         for name, x in dict(
             tools=[{"type": "function"}], functions=[{"name": "f"}], logit_bias={"1": 2},
-            presence_penalty=0.5, frequency_penalty=-1, top_logprobs=2, echo=True, suffix="end",
-            top_k=1, min_p=0.1, audio={"voice": "a"}, prediction={"type": "content"},
+            echo=True, suffix="end", audio={"voice": "a"}, prediction={"type": "content"},
             reasoning_effort="low", nonsense="x",
         ).items()
     ],
@@ -110,9 +115,11 @@ def test_refusal_lists_the_supported_fields(kind):
     read, body = kind
     message = str(refusal(read, {**body, "nonsense": 1}))
     supported = message.partition(LEFT_OUT)[2].split(", ")
-    limits = {"max_completion_tokens"} if read is serve_requests.chat else set()
-    assert set(supported) == limits | {*body} | {
-        "model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream", "stream_options",
+    of_chat = {"max_completion_tokens", "top_logprobs"} if read is serve_requests.chat else set()
+    assert set(supported) == of_chat | {*body} | {
+        "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+        "frequency_penalty", "repetition_penalty", "stop", "ignore_eos", "seed", "n", "logprobs",
+        "stream", "stream_options",
     }  # fmt: skip
     assert read({**body, **dict.fromkeys(supported[1:])}) == read(body)
 
@@ -156,7 +163,13 @@ def test_supported_fields_are_passed_on(kind):
     given = dict(max_tokens=3, temperature=0, top_p=0.5, seed=-7, stop="x", stream=True)
     parsed = read({**body, **given, "model": "m"})
     assert parsed.params == SamplingParams(3, 0, 0.5, -7, ("x",))
-    assert (parsed.model, parsed.stream, parsed.limit) == ("m", True, "max_tokens")
+    assert (parsed.model, parsed.stream, parsed.limit, parsed.n) == ("m", True, "max_tokens", 1)
+    more = dict(top_k=5, min_p=0.1, presence_penalty=0.5, frequency_penalty=-1)
+    parsed = read({**body, **more, "repetition_penalty": 1.2, "ignore_eos": True, "n": 3})
+    assert parsed.params == SamplingParams(
+        read(body).params.max_tokens, stop_token_ids=(), repetition_penalty=1.2, **more
+    )
+    assert parsed.n == 3 and read({**body, "top_k": -1}).params.top_k == 0
     assert read({**body, "stop": ["x", "y"]}).params.stop == ("x", "y")
 
 
@@ -169,25 +182,51 @@ def test_body_that_is_not_an_object(kind, body):
 # --- prompts --------------------------------------------------------------------------------------
 
 
+def test_logprobs():
+    completion, chat = serve_requests.completion, serve_requests.chat
+    text, messages = dict(prompt="a"), dict(messages=[USER])
+    assert completion(text).params.logprobs is None and chat(messages).params.logprobs is None
+    assert completion({**text, "logprobs": 0}).params.logprobs == 0
+    assert completion({**text, "logprobs": 5}).params.logprobs == 5
+    assert chat({**messages, "logprobs": True}).params.logprobs == 0
+    assert chat({**messages, "logprobs": True, "top_logprobs": 4}).params.logprobs == 4
+    for read, body, name, allowed in (
+        (completion, {**text, "logprobs": True}, "logprobs", "false or an integer from 0 to 20"),
+        (completion, {**text, "logprobs": 21}, "logprobs", "false or an integer from 0 to 20"),
+        (completion, {**text, "top_logprobs": 2}, "top_logprobs", LEFT_OUT),
+        (chat, {**messages, "logprobs": 1}, "logprobs", "true or false"),
+        (chat, {**messages, "top_logprobs": 2}, "top_logprobs", "0 without logprobs"),
+    ):
+        error = refusal(read, body)
+        assert error.param == name
+        assert str(error).startswith(f"{name} is {body[name]!r}, but must be {allowed}")
+
+
 @pytest.mark.parametrize(
-    "prompt", [["a"], ["a", "b"], [[1, 2]], [1, True], [1.0], [1, None], {"a": 1}, 5, True]
+    "prompt", [["a", 1], ["a", [1]], [[1, "a"]], [1, True], [1.0], [1, None], {"a": 1}, 5, True]
 )
 def test_prompt_of_the_wrong_kind(prompt):
     error = refusal(serve_requests.completion, dict(prompt=prompt))
     assert error.param == "prompt"
     assert str(error) == (
-        f"prompt is {prompt!r}, but must be a string or a list of tokens (integers), "
-        "one prompt per request"
+        f"prompt is {prompt!r}, but must be a string, a list of tokens (integers), or a list of "
+        "such prompts"
     )
 
 
-@pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], ["a", "bc"], [[1], [2, 3]]])
 def test_prompts(prompt):
     parsed = serve_requests.completion(dict(prompt=prompt))
-    assert parsed.tokens(models.Characters()) == [
-        *(prompt.encode() if prompt == "text" else prompt)
-    ]
+    expected = {str: [[*b"text"]], int: [[1, 2, 3]], "a": [[*b"a"], [*b"bc"]]}
+    key = str if isinstance(prompt, str) else "a" if prompt[0] == "a" else type(prompt[0])
+    assert parsed.tokens(models.Characters()) == expected.get(key, prompt)
     assert parsed.params == SamplingParams(16) and parsed.limit is None
+
+
+def test_choices_have_their_own_seeds():
+    body = dict(prompt=["a", "b"], n=2, seed=5)
+    choices = serve_requests.completion(body).choices([[1], [2]])
+    assert [(prompt, p.seed) for prompt, p in choices] == [([1], 5), ([1], 6), ([2], 5), ([2], 6)]
 
 
 @pytest.mark.parametrize(("read", "name"), [(r, *body) for r, body in KINDS.values()])
@@ -309,7 +348,7 @@ def test_content_parts_that_are_not_text(part, param, sentence):
 def test_text_parts_are_joined():
     parts = [TEXT, dict(type="text", text="two", cache_control=None)]
     parsed = serve_requests.chat(dict(messages=[USER, dict(role="user", content=parts)]))
-    assert parsed.prompt == [USER, dict(role="user", content="one, two")]
+    assert parsed.prompts[0] == [USER, dict(role="user", content="one, two")]
     assert serve_requests.message(dict(role="user", content=[]), "m")["content"] == ""
 
 

@@ -17,6 +17,7 @@ import torch
 
 from tilewise import _check
 
+from .histogram import Durations, Histogram
 from .model import logits_of, stop_tokens, take_over
 from .pages import PagedCache, PagePool
 from .sampling import Logprobs, SamplingParams, logprobs, penalised, sample
@@ -118,6 +119,7 @@ class Engine:
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._seconds_in_flight = 1.0  # average time of a request
+        self._to_first_token, self._between_tokens = Histogram(), Histogram()
         self.probe()  # allocates the caches
 
     # --- requests -----------------------------------------------------------------------------
@@ -227,6 +229,14 @@ class Engine:
                 "pages": self.pool.pages,
                 "pages_free": self.pool.free_pages,
                 **{name: counts.get(name, 0) for name in _COUNTS},
+            }
+
+    def latencies(self) -> dict[str, Durations]:
+        """The times from a request to its first token, and from each token to the next."""
+        with self._lock:
+            return {
+                "time_to_first_token_seconds": self._to_first_token.durations(),
+                "inter_token_latency_seconds": self._between_tokens.durations(),
             }
 
     def generate(
@@ -344,6 +354,12 @@ class Engine:
         """The output of a request for a token; an error here ends only this request."""
         if token is None:
             return s.end("error", "no token can be drawn: the model's logits are not finite")
+        now = time.monotonic()
+        if s.last_token is None:
+            self._to_first_token.observe(now - s.since)
+        else:
+            self._between_tokens.observe(now - s.last_token)
+        s.last_token = now
         try:
             return s.accept(token, report)
         except Exception as error:  # raised by the tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -204,7 +203,8 @@ def _draw(shifted: Tensor, params: list[SamplingParams], uniform: list[float]) -
     temperature = column(max(p.temperature, smallest) for p in params)
     top_p = column(p.top_p for p in params)
     min_p = column(p.min_p for p in params)
-    top_k = column(p.top_k or math.inf for p in params)
+    most = shifted.shape[-1]
+    top_k = column(min(p.top_k, most) or most for p in params)
     p, tokens = (shifted / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     p = torch.where((rank < top_k) & (p >= min_p * p[:, :1]), p, 0.0)

@@ -45,6 +45,7 @@ class Sequence:
     row: int = -1  # row in the pool; -1 while waiting, without pages
     cancelled: bool = False
     since: float = field(default_factory=time.monotonic)
+    last_token: float | None = None  # when it was generated, on the clock of time.monotonic
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
