@@ -212,7 +212,7 @@ def hello(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body", "param", "sentence"),
     [
-        (COMPLETIONS, dict(), "prompt", "prompt is missing, but must be a string or"),
+        (COMPLETIONS, dict(), "prompt", "prompt is missing, but must be a string, a"),
         (COMPLETIONS, [1], None, r"body is \[1\], but must be an object"),
         (COMPLETIONS, dict(prompt=["a", 1]), "prompt", r"prompt is \['a', 1\], but must be a"),
         (COMPLETIONS, dict(prompt="a", temperature=3), "temperature", "is 3, but .* from 0 to 2"),

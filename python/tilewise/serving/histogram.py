@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from dataclasses import dataclass
 
 # Upper ends of the intervals in seconds: a decoded token of a GPU takes milliseconds, the first
 # token of a long prompt on a CPU minutes.
@@ -12,7 +12,8 @@ _BOUNDS = (
 )  # fmt: skip
 
 
-class Durations(NamedTuple):
+@dataclass(frozen=True)
+class Durations:
     """The state of a histogram."""
 
     below: list[tuple[float, int]]  # seconds, and the number of durations up to them
