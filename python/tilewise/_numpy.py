@@ -447,10 +447,14 @@ def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
 
 
 def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
-    library, a, q, first = c_library(), problem.attention, problem.q, problem.heads_first
+    library, a, q = c_library(), problem.attention, problem.q
+    heads_first = problem.heads_first
     like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
     like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
-    out, dout = _incoming("out", out, like_out, first), _incoming("dout", dout, like_out, first)
+    out, dout = (
+        _incoming("out", out, like_out, heads_first),
+        _incoming("dout", dout, like_out, heads_first),
+    )
     lse = np.ascontiguousarray(_incoming("lse", lse, like_lse, False))
     lse_low = _lse_low(problem, lse)
     _describe.set_output(a, view(out), view(lse))
@@ -463,7 +467,7 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
         dlse = _incoming("dlse", dlse, like_lse, False)
         g.dlse = dlse.ctypes.data
         g.dlse_stride_batch, g.dlse_stride_head = _describe.lse_strides(view(dlse))
-    dq, dk, dv = (_new_rows(x, x.shape, first) for x in (q, problem.k, problem.v))
+    dq, dk, dv = (_new_rows(x, x.shape, heads_first) for x in (q, problem.k, problem.v))
     g.dq = _describe.rows(view(dq), varlen_q)
     g.dk, g.dv = _describe.rows(view(dk), varlen_k), _describe.rows(view(dv), varlen_k)
     bias = problem.arrays.get("bias")
@@ -486,7 +490,7 @@ def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gr
     status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(g), address, size)
     _abi.check(library, status)
     del memory  # kept until here, because the library writes to it
-    dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (dq, dk, dv))
+    dq, dk, dv = (x.swapaxes(1, 2) if heads_first else x for x in (dq, dk, dv))
     if dbias is not None:
         broadcast_over_keys = problem.bias_shape[-1] == 1
         dbias = dbias.sum(-1, keepdims=True) if broadcast_over_keys else dbias

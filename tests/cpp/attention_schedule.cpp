@@ -73,7 +73,7 @@ struct Lengths {
   int32_t all() const { return std::accumulate(keys.begin(), keys.end(), 0); }
   int32_t chunks(int32_t size) const {
     int32_t count = 0;
-    for (const int32_t each : keys) count += ChunkSchedule::count(each, size);
+    for (const int32_t length : keys) count += ChunkSchedule::count(length, size);
     return count;
   }
   int32_t chunk_size(const ChunkSchedule& schedule) const {
@@ -113,7 +113,7 @@ TEST(ChunkSchedule, ChunkCountStaysWithinTheLimit) {
 }
 
 // Short sequences may differ more than long ones before they count as varlen.
-TEST(ChunkSchedule, ShortSequencesCountAsUniformLonger) {
+TEST(ChunkSchedule, ShortSequencesMayDifferMore) {
   Lengths lengths;
   for (const int32_t tiles : {32, 8, 8, 8}) lengths.keys.push_back(tiles * 64);
   ChunkSchedule schedule{8, 1, 64};

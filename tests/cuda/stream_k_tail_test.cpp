@@ -44,12 +44,12 @@ void expect_whole(const StreamKTail& tail, int32_t key_tiles, int32_t blocks) {
   }
   ASSERT_TRUE(std::all_of(taken.begin(), taken.end(), [](int times) { return times == 1; }));
   for (int32_t tile = 0; tile < tiles; ++tile) {
-    const std::vector<int32_t>& mine = results[static_cast<size_t>(tile)];
-    ASSERT_EQ(static_cast<int32_t>(mine.size()), tail.shares_of(tile));
+    const std::vector<int32_t>& of_tile = results[static_cast<size_t>(tile)];
+    ASSERT_EQ(static_cast<int32_t>(of_tile.size()), tail.shares_of(tile));
     ASSERT_LE(tail.shares_of(tile), StreamKTail::kMaxShares);
     // The combine kernel expects the results of a tile next to each other.
-    for (size_t i = 0; i < mine.size(); ++i)
-      ASSERT_EQ(mine[i],
+    for (size_t i = 0; i < of_tile.size(); ++i)
+      ASSERT_EQ(of_tile[i],
                 StreamKTail::result_index(tail.first_block(tile), tile) + static_cast<int32_t>(i));
   }
 }

@@ -53,7 +53,7 @@ class Case:
     dropout_p: float = 0.0
     dropout_state: bool = False  # seed and offset behind a pointer
     splits: int = 0
-    diagonal: tuple[int, ...] | None = None  # of a shard, as the following numbers
+    diagonal: tuple[int, ...] | None = None  # of a shard, like the fields below
     row_offset: int = 0
     key_offset: int = 0
     batch_offset: int = 0

@@ -63,8 +63,8 @@ def compare(whole: Built, got: Outcome, i: int, b: Built, one: Outcome, where: s
     assert same(one.lse[here.rows], got.lse[there.rows]), f"lse of sequence {i}: {where}"
     for name, grad in one.grads.items():
         index = "rows" if name == "q" else "keys"
-        mine, theirs = grad[getattr(here, index)], got.grads[name][getattr(there, index)]
-        assert same(mine, theirs), f"d{name} of sequence {i}: {where}"
+        alone, in_batch = grad[getattr(here, index)], got.grads[name][getattr(there, index)]
+        assert same(alone, in_batch), f"d{name} of sequence {i}: {where}"
 
 
 def check(case: Case, spare_keys: int = 0) -> int:

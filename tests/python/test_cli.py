@@ -41,12 +41,12 @@ def test_doctor_json_of_one_instruction_set(capsys):
 def test_doctor_lists_a_kernel_for_every_head_dim():
     rows = doctor.planned_kernels()
     for dtype in doctor.DTYPES:
-        mine = [r for r in rows if r["dtype"] == dtype]
-        assert mine[0]["from_head_dim"] == 1 and mine[-1]["to_head_dim"] == 512
-        for a, b in itertools.pairwise(mine):
+        of_dtype = [r for r in rows if r["dtype"] == dtype]
+        assert of_dtype[0]["from_head_dim"] == 1 and of_dtype[-1]["to_head_dim"] == 512
+        for a, b in itertools.pairwise(of_dtype):
             assert b["from_head_dim"] == a["to_head_dim"] + 1
-        assert all("forward" in r["forward"] and "backward" in r["backward"] for r in mine)
-        assert all(r["why"] for r in mine)
+        assert all("forward" in r["forward"] and "backward" in r["backward"] for r in of_dtype)
+        assert all(r["why"] for r in of_dtype)
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])

@@ -93,12 +93,12 @@ class Training:
         self.dout = normal(rows, 8, dim)
         self.options = dict(causal=True, deterministic=deterministic, max_seqlen_q=max(lengths),
                             max_seqlen_k=max(lengths))  # fmt: skip
-        told = tilewise.explain(
+        plans = tilewise.explain(
             *self.leaves, cu_seqlens_q=self.cu, cu_seqlens_k=self.cu, **self.options
         )
         forced = "TILEWISE_FORCE_ARCH" in os.environ
         if on_gpu() and not forced and torch.cuda.get_device_capability() == (9, 0):
-            for plan in (told.forward, told.backward):
+            for plan in (plans.forward, plans.backward):
                 assert plan.kernel.startswith("cuda.wgmma"), plan
 
     def __call__(self) -> list[Tensor]:
@@ -372,8 +372,10 @@ class NoReads(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_synchronisation(reads_block_table: bool = False) -> Iterator[None]:
-    """Args:
-    reads_block_table: the call is an append, which on the CPU validates the pages it writes to.
+    """A block in which waiting for the device raises an exception.
+
+    Args:
+        reads_block_table: The call is an append, which on the CPU validates the pages it writes to.
     """
     if not on_gpu():
         with contextlib.nullcontext() if reads_block_table else NoReads():

@@ -198,11 +198,11 @@ dout = torch.randn(2, 12, 4, 16)
 expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors))
 expected = expected.transpose(1, 2)
 wanted = [expected.detach(), *torch.autograd.grad(expected, tensors, dout)]
-mine = [x.detach().chunk(2, 1)[rank].clone().requires_grad_() for x in tensors]
+shards = [x.detach().chunk(2, 1)[rank].clone().requires_grad_() for x in tensors]
 out = dispatch_attention_fn(
-    *mine, backend=AttentionBackendName("tilewise"), parallel_config=config
+    *shards, backend=AttentionBackendName("tilewise"), parallel_config=config
 )
-given = [out.detach(), *torch.autograd.grad(out, mine, dout.chunk(2, 1)[rank])]
+given = [out.detach(), *torch.autograd.grad(out, shards, dout.chunk(2, 1)[rank])]
 for ours, right in zip(given, wanted, strict=True):
     torch.testing.assert_close(ours, right.chunk(2, 1)[rank], atol=1e-5, rtol=0)
 dist.barrier()

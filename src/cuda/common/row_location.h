@@ -35,7 +35,7 @@ struct RowLocation {
   }
 };
 
-// The location of row `flat`, counted over all sequences, of q.
+// The location of a row of q; `flat` is its number among the rows of all sequences.
 TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t b = flat / p.seqlen_q;
@@ -49,7 +49,7 @@ TILEWISE_FN RowLocation locate_row(const Problem& p, int64_t flat) {
   return {b, i, 0, flat, i >= 0 && i < used_rows(p, b).value, rows.contains(flat)};
 }
 
-// The same for row `flat` of dk and dv, that is, for a key.
+// The same for a row of dk and dv, that is, for a key.
 TILEWISE_FN RowLocation locate_key(const Problem& p, int64_t flat) {
   if (!keys_per_sequence(p) && p.cu_seqlens_k != nullptr) {
     if (p.batch == 0) return {0, flat, 0, flat, false, false};

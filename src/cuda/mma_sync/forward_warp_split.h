@@ -1,6 +1,6 @@
 // Intra-CTA split-K: two warps of a CTA split the keys of its tile. Each warp computes all rows
 // over every second key tile, and has its own shared memory for queries, saved QueryTile and
-// pipeline. In the end the first warp combines the sums of both. With one CTA per SM, one warp
+// pipeline. At the end the first warp combines the sums of both. With one CTA per SM, one warp
 // reads 37 GB/s and two read 60 GB/s.
 #pragma once
 
