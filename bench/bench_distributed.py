@@ -5,10 +5,10 @@ dimension 128, beside PyTorch's context_parallel.
   python bench/bench_distributed.py --json RESULT.json
   python bench/bench_distributed.py --device cpu --ranks 2 --lengths 64 --rounds 1   to try it
 
-Efficiency is the time on one GPU over (GPUs x the time on them), in one run. A round is a few calls
-in a row, so that the host's work is hidden as in training, and takes as long as on its slowest
-rank; the median of rounds counts. Messages, copies and PyTorch have processes of their own, so that
-one that ends, or waits in vain, leaves the results of the others.
+Efficiency is the time on one GPU over (GPUs x the time on all of them), in one run. A round is a
+few calls in a row, so that the host's work is hidden as in training. The time of a round is that of
+its slowest rank, and the result is the median of the rounds. Messages, copies and PyTorch run in
+separate processes, so that the others have results even if one of them crashes or hangs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Place(NamedTuple):
     rank: int
     world: int
     device: torch.device
-    hosts: Any  # a gloo group, for barriers and decisions that no stream waits for
+    hosts: Any  # a gloo group of all ranks: its barriers and decisions do not involve a stream
 
 
 Call = Callable[[], Tensor]  # the forward
@@ -108,7 +108,7 @@ def leaves(point: Point, rows: int, place: Place, rows_first: bool = True) -> li
 
 
 def alone(point: Point, place: Place) -> tuple[Call, list[Tensor]]:
-    """The whole on one GPU."""
+    """The whole sequence on one GPU."""
     tensors = leaves(point, point.seqlen, place)
     if not point.documents:
         return lambda: tilewise.attention(*tensors, causal=point.causal), tensors
@@ -132,7 +132,7 @@ def ours(point: Point, place: Place, method: str) -> tuple[Call, list[Tensor]]:
 
 @contextlib.contextmanager
 def ring(point: Point, place: Place, backend: str) -> Iterator[tuple[Call, list[Tensor]]]:
-    """This rank's rows by PyTorch's context_parallel, over our kernels or those of cuDNN."""
+    """This rank's rows by PyTorch's context_parallel, over Tilewise's kernels or those of cuDNN."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -141,7 +141,7 @@ def ring(point: Point, place: Place, backend: str) -> Iterator[tuple[Call, list[
     kind = SDPBackend.FLASH_ATTENTION if backend == "tilewise" else SDPBackend.CUDNN_ATTENTION
     mesh = init_device_mesh(place.device.type, (place.world,))
     _attention._cp_options.enable_load_balance = point.causal
-    cut = torch.zeros(1, point.seqlen, device=place.device)  # the call wants a buffer
+    cut = torch.zeros(1, point.seqlen, device=place.device)  # the call requires a buffer
     tensors = leaves(point, point.seqlen // place.world, place, rows_first=False)
     grouped = {"enable_gqa": True} if point.heads != point.heads_kv else {}
     with context_parallel(mesh, buffers=[cut], buffer_seq_dims=[1]), sdpa_kernel(kind):
@@ -163,17 +163,17 @@ def prepared(name: str, point: Point, place: Place) -> Any:
     cpu = place.device.type == "cpu"
     if name in PEERS:
         if cpu:
-            raise NotImplementedError("context_parallel knows no operator of CPUs")
+            raise NotImplementedError("context_parallel supports no operator for CPUs")
         return ring(point, place, PEERS[name])
     if name in COPIES:
         if cpu:
-            raise NotImplementedError("copies move between memories of GPUs")
+            raise NotImplementedError("the transport 'copies' needs GPUs")
         return by_copies(point, place, name.split()[0])
     return contextlib.nullcontext(ours(point, place, name))
 
 
 def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: bool) -> list[float]:
-    """Milliseconds of a forward and a backward in each round, after two that do not count.
+    """Milliseconds of a forward and a backward in each round, after two rounds of warm-up.
 
     The ranks begin together, except if they are `apart`.
     """
@@ -284,13 +284,13 @@ def serve(
 
 
 def spawned(world: int, names: tuple[str, ...], given: argparse.Namespace) -> dict[str, Any]:
-    """The rows of contestants that have processes of their own, as far as these came."""
+    """The rows of contestants, measured in new processes; if these fail, the rows before that."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows")
         why = ""
         try:
             torch.multiprocessing.spawn(serve, (world, names, str(rows), given), nprocs=world)
-        except Exception as error:  # a rank has ended, whatever it was
+        except Exception as error:  # a rank has failed, for whatever reason
             why = f"{world} GPUs, {', '.join(names)}: {str(error).strip().splitlines()[-1]}"
             print(why, flush=True)
         found = {"rows": [], "not_measured": []}
@@ -311,7 +311,7 @@ def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def predicted(row: dict[str, Any]) -> dict[str, float]:
-    """The efficiency that bench/distributed_model.py predicts, of points that it knows."""
+    """The efficiency that bench/distributed_model.py predicts; none for documents."""
     import distributed_model as model
 
     if row["documents"]:
@@ -328,7 +328,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu only tries the script, over gloo")  # fmt: skip
     parser.add_argument(
-        "--ranks", help="2,4 for example; default: 2, 4 and 8 of the GPUs there are"
+        "--ranks", help="2,4 for example; default: 2, 4 and 8, as far as there are GPUs"
     )
     parser.add_argument("--lengths", default="32768,131072", help="rows; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=9)
@@ -337,8 +337,8 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     given.lengths = [int(x) for x in given.lengths.split(",")]
     if given.ranks is None:
-        there = torch.cuda.device_count() if given.device == "cuda" else 2
-        given.worlds = [n for n in (2, 4, 8) if n <= there]
+        available = torch.cuda.device_count() if given.device == "cuda" else 2
+        given.worlds = [n for n in (2, 4, 8) if n <= available]
     else:
         given.worlds = [int(x) for x in given.ranks.split(",")]
     given.until = time.time() + given.time_limit

@@ -1,4 +1,4 @@
-"""Family lint: nothing outside a kernel family's folder names the family, except the list.
+"""Family lint: outside its folder, only the list of families names a kernel family.
 
 A CUDA family is a folder of src/cuda with a family.cpp; src/dispatch/families.cpp lists them. A new
 family then needs a folder and a line there. Code is checked, comments are not. Run:
@@ -17,13 +17,13 @@ from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
 _LIST = PurePosixPath("src/dispatch/families.cpp")
 _CHECKED = ("src", "include", "bindings", "cmake", "python")
 
-# Names that are allowed, per folder or file: what they are there instead of a family.
+# Folders and files that may name a family, with the reason.
 ALLOWED = {
-    "src/cuda/ptx": "an instruction of PTX has the name of the family that is built on it",
+    "src/cuda/ptx": "the family has the name of the PTX instruction that it is built on",
     "src/cuda/arch": "tile tables are data, in the types of the kernels they are for",
     # The C ABI does not say which family a tile table belongs to.
-    "python/tilewise/_capabilities.py": "families with one table of their own",
-    "python/tilewise/cli/provenance.py": "which families a run on a GPU has tested",
+    "python/tilewise/_capabilities.py": "says which families have a single tile table",
+    "python/tilewise/cli/provenance.py": "says which families a run on a GPU has tested",
 }
 
 _CXX_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -69,7 +69,8 @@ def check(root: Path, file: Path) -> Iterator[Finding]:
         yield Finding(
             str(path),
             line,
-            f"names the family {match.group()}: only its folder and {_LIST} may; ask its row",
+            f"names the family {match.group()}: only its folder and {_LIST} may; "
+            "use a field of FamilyRow",
         )
 
 

@@ -8,7 +8,7 @@ namespace {
 constexpr int kBanks = 32;
 constexpr int kBankBytes = 4;
 
-// The number of wavefronts of accesses that would take a single one without conflicts.
+// The number of wavefronts that accesses take which without conflicts would take a single one.
 int64_t wavefronts(const Access* begin, const Access* end) {
   std::array<std::vector<uint32_t>, kBanks> words;
   size_t most = 1;

@@ -16,7 +16,7 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "messages": {},
     "copies": {"TILEWISE_DISTRIBUTED_TRANSPORT": "copies"},
 }
-FOUND = """
+PROBE = """
 import importlib.util, json, torch
 packages = all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings"))
 print(json.dumps({"gpus": torch.cuda.device_count(), "copies": packages}))
@@ -25,7 +25,7 @@ print(json.dumps({"gpus": torch.cuda.device_count(), "copies": packages}))
 
 def found(setup: Setup) -> dict[str, Any]:
     """How many GPUs PyTorch sees, and whether the transport "copies" has the package it needs."""
-    ended = run([PYTHON, "-c", FOUND], 60, setup.logs / "distributed" / "found.log", setup.python())
+    ended = run([PYTHON, "-c", PROBE], 60, setup.logs / "distributed" / "found.log", setup.python())
     if ended.status != 0:
         return {"gpus": 0, "copies": False}
     return json.loads(ended.tail(1)[0])
@@ -57,12 +57,12 @@ def distributed(setup: Setup, limit: float) -> Report:
     PyTorch's context_parallel. It is not run on one GPU.
     """
     begin = time.monotonic()
-    there = found(setup)
-    if there["gpus"] < 2:
-        why = f"PyTorch sees {there['gpus']} GPU: attention over several GPUs needs two or more"
+    machine = found(setup)
+    if machine["gpus"] < 2:
+        why = f"PyTorch sees {machine['gpus']} GPU: attention over several GPUs needs two or more"
         say(f"  {why}")
         return {"passed": False, "not_run": why}
-    transports = [name for name in TRANSPORTS if name != "copies" or there["copies"]]
+    transports = [name for name in TRANSPORTS if name != "copies" or machine["copies"]]
     report = tests(setup, transports, limit * 0.4)
     passed = all(
         report[name].get("passed", 0) > 0
@@ -70,8 +70,8 @@ def distributed(setup: Setup, limit: float) -> Report:
         and not report[name].get("not_run")
         for name in transports
     )
-    report |= {"gpus": there["gpus"], "left_out": []}
-    if not there["copies"]:
+    report |= {"gpus": machine["gpus"], "left_out": []}
+    if not machine["copies"]:
         report["left_out"].append("the transport 'copies', which needs cuda-bindings")
     result = setup.logs / "distributed" / "bench.json"
     result.unlink(missing_ok=True)

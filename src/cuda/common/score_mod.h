@@ -36,7 +36,7 @@ TILEWISE_DEVICE bool bias_rows_are_aligned(const Problem& p, int64_t bytes) {
   return ((address | strides * 2) & (bytes - 1)) == 0;
 }
 
-// Runs the instance of a role for an option. kLoops tells that the role has an instance for each
+// Runs the instance of a role for an option. kLoops: whether the role has an instance for each
 // single option; otherwise the instance for any options runs.
 template <bool kLoops, class Role>
 TILEWISE_DEVICE void run_with_option(Option option, const Role& role) {

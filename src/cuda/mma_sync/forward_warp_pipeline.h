@@ -48,7 +48,7 @@ class WarpPipeline {
   static constexpr int kLoaderAt = kCombineBarrierAt + 8;
   static constexpr int kStagesAt = static_cast<int>(round_up(kLoaderAt + Loader::kBytes, 1024));
   static constexpr int kBytes = kStagesAt + kStages * Tile::kBytes;
-  static constexpr int kParts = 1;
+  static constexpr int kParts = 1;  // of load_ahead
 
   // Runs before the kernel waits for the launch before it, since nothing here depends on that.
   TILEWISE_DEVICE static void prepare(const Params& p, ptx::SharedAddress base) {
@@ -145,6 +145,7 @@ class WarpPipeline {
       phase_ ^= 1;
     }
   }
+  // The products call this; here stages are loaded by consumer_release instead.
   TILEWISE_DEVICE void load_ahead(bool, int32_t, int) const {}
 
   // After the loop: whether all pages lie inside the tensors.
