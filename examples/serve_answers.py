@@ -1,6 +1,7 @@
 """The answers of examples/serve.py: completions and chat messages, whole or in pieces, and errors.
 
-A request has one or several choices, the answers to each of its prompts one after the other.
+A request has one or several choices: the answers to its first prompt, then those to the second,
+and so on.
 """
 
 from __future__ import annotations

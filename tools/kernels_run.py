@@ -163,7 +163,8 @@ def main(arguments: list[str]) -> int:
     of_gpus = {" ".join(kernel) for kernels in on_gpus(known()).values() for kernel in kernels}
     nowhere = [line for line in left if line not in of_gpus]
     for line in left:
-        print(f"not launched, {'nor on a GPU' if line in nowhere else 'but on a GPU'}: {line}")
+        elsewhere = "and has run on no GPU" if line in nowhere else "but has run on a GPU"
+        print(f"not launched, {elsewhere}: {line}")
     return int(bool(nowhere))
 
 

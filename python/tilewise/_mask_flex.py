@@ -32,9 +32,9 @@ def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
         where = [torch.tensor(i, device=device) for i in (b, h)]
         for block in range(begin // step_q, -(-end // step_q)):
             low, high = max(begin, block * step_q), min(end, (block + 1) * step_q)
-            own = tile[low - begin : high - begin]
+            rows_of_block = tile[low - begin : high - begin]
             for at in full.of(b, h, block):
-                own[:, at * step_k : (at + 1) * step_k] = True
+                rows_of_block[:, at * step_k : (at + 1) * step_k] = True
             parts = [
                 torch.arange(at * step_k, min((at + 1) * step_k, keys))
                 for at in partial.of(b, h, block)
@@ -42,7 +42,7 @@ def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
             if parts:
                 columns = torch.cat(parts)
                 seen = visible(*where, torch.arange(low, high, device=device), columns.to(device))
-                own[:, columns] = seen.expand(high - low, len(columns)).cpu()
+                rows_of_block[:, columns] = seen.expand(high - low, len(columns)).cpu()
         return tile.numpy()
 
     return strip, (batch, heads, rows, keys)

@@ -1,6 +1,6 @@
 """Masks as data: which pairs of a row and a key are visible, for ``attention(mask=...)``.
 
-``Ranges`` is a set of rectangles, each full or causal inside: documents, prefixes, spans, shared
+``Ranges`` is a set of rectangles, full or causal ones: documents, prefixes, spans, shared
 questions. ``Blocks`` lists the visible blocks of 128 rows and 128 keys of every head, with a bit
 per pair in blocks that are only partly visible; ``from_flex`` and ``from_bool`` make such masks.
 
@@ -40,10 +40,10 @@ class _Combining(Mask):
 
 
 class Ranges(_Combining):
-    """A set of rectangles of rows and keys. A pair is visible if at least one of them has it.
+    """A set of rectangles of rows and keys. A pair is visible if at least one of them shows it.
 
-    The kind of a rectangle says which of its pairs are visible, for row i and key j counted from
-    its first ones, R rows and C keys:
+    The kind of a rectangle says which of its pairs are visible. With R rows and C keys, and row i
+    and key j counted from its first row and key:
 
     ================== ======================= =============================================
     kind               visible                 which means
@@ -189,10 +189,10 @@ class Ranges(_Combining):
 
     def tiles(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
         rows, keys = self._shape(seqlen_q, seqlen_k)
-        own = self.on_host()
+        ranges = self.on_host()
         grid = np.zeros((self.batch, 1, blocks_of(rows), blocks_of(keys)), np.int8)
         for b, i in np.ndindex(self.batch, blocks_of(rows)):
-            low, high = own._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
+            low, high = ranges._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
             some = high > low
             touched = zip(
                 np.where(some, low, keys).min(axis=1).tolist(), high.max(axis=1).tolist(),
@@ -209,9 +209,9 @@ class Ranges(_Combining):
         return grid
 
     def _visible_pairs(self, rows: int, keys: int) -> int:
-        own, total = self.on_host(), 0
+        ranges, total = self.on_host(), 0
         for b, i in np.ndindex(self.batch, blocks_of(rows)):
-            low, high = own._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
+            low, high = ranges._intervals(b, i * BLOCK, min((i + 1) * BLOCK, rows), keys)
             order = np.argsort(low, axis=0)
             low, high = (np.take_along_axis(x, order, axis=0) for x in (low, high))
             reached = np.maximum.accumulate(high, axis=0)  # by ranges up to this one
@@ -223,7 +223,7 @@ class Ranges(_Combining):
         if self.batch != other.batch and 1 not in (self.batch, other.batch):
             raise ValueError(
                 f"masks of {self.batch} and {other.batch} sequences cannot be joined: both must "
-                "have as many, or one of them 1"
+                "have the same number, or one of them 1"
             )
         batch = max(self.batch, other.batch)
         if batch == 1 and is_tensor(self.entries) and is_tensor(other.entries):
@@ -312,12 +312,12 @@ class Blocks(_Combining):
         return {"mask_heads": self.heads, "mask_rows": self.rows, "mask_keys": self.keys}
 
     def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
-        for name, given, own in (
+        for name, given, length in (
             ("seqlen_q", seqlen_q, self.rows),
             ("seqlen_k", seqlen_k, self.keys),
         ):
-            if given is not None and given != own:
-                raise ValueError(f"{name} is {given}, but the mask is for {own}")
+            if given is not None and given != length:
+                raise ValueError(f"{name} is {given}, but the mask is for {length}")
         return self.rows, self.keys
 
     def _lists(self) -> Lists:
@@ -367,9 +367,9 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
             f"mask is a {type(mask).__name__}, but must be one of tilewise.masks: for a bool "
             "tensor or array, pass masks.from_bool(mask), and for a BlockMask masks.from_flex(mask)"
         )
-    for name, own, wanted in (("batch", mask.batch, batch), ("heads", mask.heads, heads)):
-        if own not in (1, wanted):
-            raise ValueError(f"mask has {name} {own}, but must have 1 or {wanted} like q")
+    for name, count, wanted in (("batch", mask.batch, batch), ("heads", mask.heads, heads)):
+        if count not in (1, wanted):
+            raise ValueError(f"mask has {name} {count}, but must have 1 or {wanted} like q")
     if isinstance(mask, Blocks) and lengths is not None and lengths != (mask.rows, mask.keys):
         raise ValueError(
             f"mask is for {mask.rows} rows and {mask.keys} keys, but q and k have {lengths[0]} and "
@@ -381,7 +381,7 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
 
 
 def from_bool(dense: Any) -> Blocks:
-    """The mask of a dense matrix, read in pieces of 128 rows.
+    """The mask of a dense matrix, read 128 rows at a time.
 
     Args:
         dense: bool, a tensor or an array: [seqlen_q, seqlen_k], or [batch or 1, heads or 1,
@@ -412,8 +412,8 @@ def from_bool(dense: Any) -> Blocks:
 def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
     """The mask of a ``torch.nn.attention.flex_attention.BlockMask``.
 
-    Its full blocks stay full. ``mask_mod`` is evaluated once, in the partial blocks. Block sizes
-    other than 128 are cut anew.
+    Its full blocks stay full. ``mask_mod`` is evaluated once, in the partial blocks. Other
+    block sizes become blocks of 128.
 
     Args:
         block_mask: The mask, with any block size, per head and per sequence or shared.
@@ -450,24 +450,26 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
     sized = next((m for m in (a, b) if isinstance(m, Blocks)), None)
     if sized is None:
         raise TypeError(
-            f"Ranges {sign} Ranges has no form as ranges: pass .blocks(seqlen_q, seqlen_k) of one"
+            f"Ranges {sign} Ranges is not Ranges: convert one by .blocks(seqlen_q, seqlen_k) first"
         )
     rows, keys = sized.rows, sized.keys
     sizes = []
     for name in ("batch", "heads"):
-        own = {getattr(m, name) for m in (a, b)}
-        if len(own - {1}) > 1:
-            raise ValueError(f"the masks have {name} {min(own)} and {max(own)}, but must have the "
-                             "same, or 1")  # fmt: skip
-        sizes.append(max(own))
+        counts = {getattr(m, name) for m in (a, b)}
+        if len(counts - {1}) > 1:
+            raise ValueError(
+                f"the masks have {name} {min(counts)} and {max(counts)}, but must have the same, "
+                "or one of them 1"
+            )
+        sizes.append(max(counts))
     for m in (a, b):
         m._shape(rows, keys)
     strips = [(m.on_host()._strip(keys), m.batch > 1, m.heads > 1) for m in (a, b)]
 
     def strip(batch: int, head: int, begin: int, end: int) -> Array:
         left, right = (
-            own(batch if per_sequence else 0, head if per_head else 0, begin, end)
-            for own, per_sequence, per_head in strips
+            of_mask(batch if per_sequence else 0, head if per_head else 0, begin, end)
+            for of_mask, per_sequence, per_head in strips
         )
         return join(left, right)
 

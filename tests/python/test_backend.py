@@ -1,5 +1,5 @@
-"""The public functions choose a backend by the kind of q, and pass it every argument by its
-place."""
+"""The public functions choose a backend by the kind of q, and pass it every argument in the
+right position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewise import _backend, _kvcache_numpy, _numpy
 from tilewise._cache import CacheLayout, NewKeys
 from tilewise._request import Request, Sequences
 
-# Fields with another name than the argument of attention_with_kvcache that they hold.
+# Fields whose name differs from that of the argument of attention_with_kvcache that they contain.
 RENAMED = {
     "lengths": "cache_seqlens", "rotary_lengths": "rotary_seqlens", "cu_seqlens": "cu_seqlens_k_new"
 }  # fmt: skip

@@ -278,7 +278,11 @@ def test_every_row_of_the_page_shows_the_same_pairs(capsys):
         (lambda: masks.from_bool(np.zeros((2, 2, 2), bool)), ValueError, "dense has shape"),
         (lambda: masks.from_flex(None, score_mod=causal), ValueError, "softcap, alibi_slopes"),
         (lambda: masks.from_flex(3), TypeError, "block_mask is a int"),
-        (lambda: masks.Ranges([], []) & masks.Ranges([], []), TypeError, "has no form as ranges"),
+        (
+            lambda: masks.Ranges([], []) & masks.Ranges([], []),
+            TypeError,
+            "& Ranges is not Ranges: convert one",
+        ),
         (lambda: masks.from_bool(np.ones((9, 9), bool)).tiles(8), ValueError, "seqlen_q is 8"),
     ],
 )
