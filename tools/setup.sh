@@ -211,10 +211,10 @@ find_xla_headers() {
 }
 
 make_jax_venv() {
-  local venv=$1 outer=$2 packages
+  local venv=$1 outer=$2
   [ -x "$venv/bin/python" ] || "$outer/bin/python" -m venv "$venv"
-  packages='import sysconfig; print(sysconfig.get_path("purelib"))'
-  "$outer/bin/python" -c "$packages" >"$("$venv/bin/python" -c "$packages")/outer_environment.pth"
+  "$outer/bin/python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+    >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_environment.pth"
   say "installing JAX from PyPI into $venv (130 MB)"
   "$venv/bin/pip" install --quiet -c tools/constraints.txt jax
 }
