@@ -299,9 +299,42 @@ def test_dropout_of_packed_sequences() -> None:
         (dict(key=torch.ones(1, 5, 3, 16)), "must have the heads of query"),
         (dict(value=torch.ones(1, 5, 16)), "with as many dimensions as query"),
         (dict(attn_bias=attn_bias.BlockDiagonalMask.from_seqlens([4])), "query has 5 rows"),
+        (dict(query=torch.ones(1, 5, 1, 2, 16), key=torch.ones(1, 5, 1, 2, 16),
+              value=torch.ones(1, 5, 1, 2, 16), attn_bias=torch.zeros(1, 3, 2, 5, 5)),
+         "must be broadcastable to [B, G, H, Mq, Mk] with G = 1 and H = 2"),
+        (dict(attn_bias=attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+            [5], [4], torch.zeros(1, 1, dtype=torch.int32), 4)), "key has 5 rows, but the mask"),
     ],
-)
+)  # fmt: skip
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
     x = torch.ones(1, 5, 2, 16)
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         memory_efficient_attention(**{**dict(query=x, key=x, value=x), **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sentence"),
+    [
+        ("BlockDiagonalCausalLocalAttentionPaddedKeysMask", (0,), "window_size is 0"),
+        ("BlockDiagonalLocalAttentionPaddedKeysMask", (-1, 2), "window_left is -1"),
+    ],
+)
+def test_an_empty_window_is_not_an_unlimited_one(
+    name: str, window: tuple[int, ...], sentence: str
+) -> None:
+    mask = getattr(attn_bias, name).from_seqlens_local([5], 5, [5], *window)
+    x = torch.ones(1, 5, 2, 16)
+    with pytest.raises(ValueError, match=sentence):
+        memory_efficient_attention(x, x, x, mask)
+
+
+def test_masks_without_sequences() -> None:
+    x = torch.ones(1, 0, 2, 16)
+    for mask in (
+        attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([], 4, []),
+        attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([], [0], []),
+    ):
+        assert memory_efficient_attention(x, x, x, mask.to(x.device)).shape == x.shape
+    parts = [torch.ones(2, 0, 2, 16), torch.ones(0, 5, 2, 16)]
+    mask, joined = attn_bias.BlockDiagonalMask.from_tensor_list(parts)
+    assert [part.shape[0] for part in mask.split(joined)] == [2, 0]

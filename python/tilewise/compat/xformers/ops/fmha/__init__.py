@@ -166,6 +166,11 @@ def _tensor_bias(attn_bias: Bias, query: Tensor) -> Optional[Tensor]:
         return bias.unsqueeze(1)
     if query.dim() == 5 and bias.dim() == 5:
         groups, heads = query.shape[2:4]
+        if bias.shape[1] not in (1, groups) or bias.shape[2] not in (1, heads):
+            raise ValueError(
+                f"attn_bias has shape {list(bias.shape)}, but must be broadcastable to [B, G, H, "
+                f"Mq, Mk] with G = {groups} and H = {heads}"
+            )
         return bias.expand(-1, groups, heads, -1, -1).flatten(1, 2)
     return bias
 
@@ -199,6 +204,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Any, request: Request) -> Pre
             q_info.seqstart, starts, q_info.max_seqlen, k_info.max_seqlen, seqused_k=used
         )
         return prepare_varlen(q, k, v, sequences, request)
+    if k.shape[0] % mask.page_size:
+        raise ValueError(
+            f"key has {k.shape[0]} rows, but the mask has pages of {mask.page_size}: there must be "
+            "a whole number of pages"
+        )
     k, v = (x.unflatten(0, (-1, mask.page_size)) for x in (k, v))
     sequences = Sequences(
         q_info.seqstart, None, q_info.max_seqlen, seqused_k=used, block_table=table.int()

@@ -51,15 +51,25 @@ def band_of(mask: Any) -> Band:
 
     Raises:
         TypeError: the class of the mask is unknown.
+        ValueError: its window is negative or empty.
     """
     name = type(mask).__name__
     if name in _NOT_CAUSAL:  # with or without a window
+        for side in ("window_left", "window_right"):
+            check_at_least(side, getattr(mask, side, None), 0)
         return Band(getattr(mask, "window_left", None), getattr(mask, "window_right", None))
     if name not in _TOP_LEFT and name not in _BOTTOM_RIGHT:
         known = ", ".join(sorted(_TOP_LEFT | _BOTTOM_RIGHT | _NOT_CAUSAL))
         raise TypeError(f"attn_bias is a {name}, but must be None, a tensor or one of: {known}")
     size = getattr(mask, "_window_size", None)
+    check_at_least("window_size", size, 1)
     return Band(None if size is None else size - 1, 0, name in _TOP_LEFT)
+
+
+def check_at_least(name: str, value: Optional[int], least: int) -> None:
+    """Refuses smaller numbers: the kernels would take a negative bound as no limit."""
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}, but must be at least {least}")
 
 
 def matrix_of(band: Band, rows: int, keys: int, device: Device) -> Tensor:

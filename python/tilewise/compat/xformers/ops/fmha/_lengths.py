@@ -68,8 +68,8 @@ class _SeqLenInfo:
                 f"the tensor has shape {list(x.shape)}, but must start with [1, {edges[-1]}]"
             )
         lengths = [end - first for first, end in pairwise(edges)]
-        return [
-            part.reshape(size, -1, *x.shape[2:])
+        return [  # with -1 instead of the quotient, reshape would refuse empty parts
+            part.reshape(size, part.shape[1] // max(size, 1), *x.shape[2:])
             for size, part in zip(sizes, x.split(lengths, dim=1), strict=True)
         ]
 
@@ -86,15 +86,15 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
     def from_seqlens_padded(
         cls, seqlens: Sequence[int], padding: int, *, device: Device = None
     ) -> _PaddedSeqLenInfo:
-        if max(seqlens) > padding:
+        if max(seqlens, default=0) > padding:
             raise ValueError(
                 f"kv_seqlen contains {max(seqlens)}, but a slot holds only {padding} keys"
             )
         starts = _starts([padding] * len(seqlens))
         lengths = list(seqlens)
         return cls(
-            _int32(starts, device), max(lengths), min(lengths), starts, _int32(lengths, device),
-            lengths, padding,
+            _int32(starts, device), max(lengths, default=0), min(lengths, default=0), starts,
+            _int32(lengths, device), lengths, padding,
         )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class _GappySeqInfo(_SeqLenInfo):
         cls, seqstarts: Sequence[int], seqlens: Sequence[int], paged: bool, *, device: Device
     ) -> _GappySeqInfo:
         starts, lengths = list(seqstarts), list(seqlens)
-        bounds = max(lengths), min(lengths)
+        bounds = max(lengths, default=0), min(lengths, default=0)
         if paged:
             lengths = [first + length for first, length in zip(starts, lengths, strict=True)]
             starts.append(-1)

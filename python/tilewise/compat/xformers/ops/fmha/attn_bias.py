@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from tilewise.compat.xformers.ops.fmha._bands import band_of, matrix_of
+from tilewise.compat.xformers.ops.fmha._bands import band_of, check_at_least, matrix_of
 from tilewise.compat.xformers.ops.fmha._lengths import (
     Device,
     _GappySeqInfo,
@@ -84,7 +84,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     _window_size: int
 
     def __post_init__(self) -> None:
-        _check_window_size(self._window_size)
+        check_at_least("window_size", self._window_size, 1)
 
 
 @dataclass
@@ -95,14 +95,8 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_right: int
 
     def __post_init__(self) -> None:
-        for name in ("window_left", "window_right"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be >= 0")
-
-
-def _check_window_size(size: int) -> None:
-    if size <= 0:
-        raise ValueError(f"window_size is {size}, but must be > 0")
+        check_at_least("window_left", self.window_left, 0)
+        check_at_least("window_right", self.window_right, 0)
 
 
 # --- sequences that lie end to end ----------------------------------------------------------------
@@ -245,7 +239,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
     _window_size: int = 0
 
     def __post_init__(self) -> None:
-        _check_window_size(self._window_size)
+        check_at_least("window_size", self._window_size, 1)
 
 
 @dataclass
@@ -255,7 +249,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
     _window_size: int = 0
 
     def __post_init__(self) -> None:
-        _check_window_size(self._window_size)
+        check_at_least("window_size", self._window_size, 1)
 
 
 # --- sequences of a cache: only a part of the keys is in use --------------------------------------
