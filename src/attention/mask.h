@@ -74,6 +74,19 @@ struct MaskBits {
     }
     return true;
   }
+
+  // Sets the bits of 32 keys from `key` on.
+  TILEWISE_FN void add_word(int64_t key, uint32_t word) const {
+    int64_t bit = key - keys.begin;
+    if (bit <= -kMaskWord || bit >= keys.size()) return;
+    if (bit < 0) word >>= -bit;
+    bit = max(bit, int64_t{0});
+    const int64_t at = bit / kMaskWord;
+    const int64_t shift = bit % kMaskWord;
+    words[at * stride] |= word << shift;
+    if (shift != 0 && (at + 1) * kMaskWord < keys.size())
+      words[(at + 1) * stride] |= word >> (kMaskWord - shift);
+  }
 };
 
 // The mask of one sequence. `heads` are the query heads that share a tile; a mask that is the same
@@ -157,6 +170,23 @@ struct Mask {
     }
   }
 
+  // Sets the bits of the keys that the row sees.
+  TILEWISE_FN void add_bits(int64_t head, int64_t row, const MaskBits& to) const {
+    if (is_ranges()) return for_runs(head, row, to.keys, to);
+    if (row < 0 || row >= mask->rows) return;
+    const Range list = list_of(per_head() ? head : 0, row / kMaskBlock);
+    for (int64_t i = first_touching(list, to.keys.begin); i < list.end; ++i) {
+      const Block b = block(i);
+      if (b.keys.begin >= to.keys.end) return;
+      if (b.full) to(intersect(b.keys, {0, mask->keys}));
+      for (int64_t w = 0; b.bits != nullptr && w < kMaskRowWords; ++w) {
+        const int64_t key = b.keys.begin + w * kMaskWord;
+        const int64_t exist = clamp(mask->keys - key, 0, kMaskWord);
+        if (exist > 0) to.add_word(key, b.word(row, w) & ~0u >> (kMaskWord - exist));
+      }
+    }
+  }
+
  private:
   // An entry of a list of blocks: consecutive key blocks that are all full, or one partial block.
   struct Block {
@@ -167,8 +197,11 @@ struct Mask {
     TILEWISE_FN bool sees(int64_t row, int64_t key) const {
       const int64_t at = key - keys.begin;
       if (at >= kMaskBlock) return false;  // an invalid entry: the bits of one block for several
-      const uint32_t* const words = bits + row % kMaskBlock * kMaskRowWords;
-      return (words[at / kMaskWord] >> (at % kMaskWord) & 1u) != 0;
+      return (word(row, at / kMaskWord) >> (at % kMaskWord) & 1u) != 0;
+    }
+    // The bits of 32 keys that a row sees.
+    TILEWISE_FN uint32_t word(int64_t row, int64_t index) const {
+      return bits[row % kMaskBlock * kMaskRowWords + index];
     }
   };
   TILEWISE_FN Block block(int64_t i) const {

@@ -45,9 +45,14 @@ void expect_covered(const std::string& name, const std::string& access,
 
 TEST(Coverage, EveryFieldOfAttentionIsTested) {
   expect_covered("tilewise_attention", R"(c\.a\.)",
-                 {"capi_bad_attention.cpp", "capi_bad_launch.cpp", "capi_bad_gradients.cpp"},
+                 {"capi_bad_attention.cpp", "capi_bad_launch.cpp", "capi_bad_gradients.cpp",
+                  "capi_bad_mask.cpp"},
                  // Fields for which every value is valid; the stream is not read for the CPU.
                  {"stream", "window_left", "window_right", "dropout_seed", "dropout_offset"});
+}
+
+TEST(Coverage, EveryFieldOfMaskIsTested) {
+  expect_covered("tilewise_mask", R"(c\.m\.)", {"capi_bad_mask.cpp"}, {});
 }
 
 TEST(Coverage, EveryFieldOfGradientsIsTested) {

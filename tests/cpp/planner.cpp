@@ -278,6 +278,12 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
             "head_dim 64; it has no CUDA code; tensors in the memory of the CPU are allowed");
+  const tilewise_mask mask{};
+  Problem masked = problem(TILEWISE_BFLOAT16);
+  masked.mask = &mask;
+  EXPECT_EQ(ask(masked, hopper).why,
+            "device is CUDA (sm_90): no GPU kernel reads a mask: bias with -inf for the hidden "
+            "pairs is allowed");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

@@ -59,7 +59,7 @@ struct LaneMask : MaskScratch {
                            (!mask.per_head() || lanes.head[lane] == lanes.head[lane - 1]);
       uint32_t* const to = bits + at + i;
       for (int64_t w = 0; w < words; ++w) to[w * ld] = repeats ? to[w * ld - 1] : 0;
-      if (!repeats) mask.for_runs(lanes.head[lane], lanes.row[lane], keys, MaskBits{to, ld, keys});
+      if (!repeats) mask.add_bits(lanes.head[lane], lanes.row[lane], MaskBits{to, ld, keys});
     }
   }
 
