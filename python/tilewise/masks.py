@@ -22,7 +22,7 @@ from ._mask import Array, Mask, host, int32, rebuilt
 
 KINDS = ("full", "causal", "inverse_causal", "both")  # numbered as in tilewise.h
 
-__all__ = ["KINDS", "Blocks", "Mask", "Ranges", "check", "from_bool", "from_flex"]
+__all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
 
 
 class _Combining(Mask):
