@@ -15,7 +15,7 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
+sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]  # last: bench has a cases.py too
 
 import bench_distributed as bench  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402

@@ -6,6 +6,8 @@ The first group of heads travels before anything is computed; the other groups t
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,7 +44,7 @@ class Shape(NamedTuple):
     return_lse: bool = False
 
 
-class Cut(Protocol):
+class Cut(Hashable, Protocol):
     """The part of ``problem.Cut`` that the cost depends on."""
 
     @property
@@ -86,6 +88,7 @@ def _flops(shape: Shape, pairs: int, heads: int) -> float:
     return 2.0 * sum(shape.columns) * shape.batch * pairs * heads * passes
 
 
+@lru_cache(maxsize=256)
 def ulysses_work(shape: Shape, cut: Cut) -> Work:
     """The work of "ulysses"."""
     rows, keys, (heads_q, heads_kv) = cut.rows, cut.keys, shape.heads
@@ -113,6 +116,7 @@ def ulysses_work(shape: Shape, cut: Cut) -> Work:
     return Work(worst * shape.batch, messages, flops, groups)
 
 
+@lru_cache(maxsize=256)
 def allgather_work(shape: Shape, cut: Cut) -> Work:
     """The work of "allgather"."""
     heads_q, heads_kv = shape.heads

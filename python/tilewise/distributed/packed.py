@@ -83,6 +83,9 @@ class PackedCut(NamedTuple):
 
     def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         """The runs of keys, in the order of chunks, and the calls of each rank."""
+        return _calls(self)
+
+    def _all_calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         count, starts = self._chunks(), _chunk_starts(self.starts_k, self._chunks())
         keys = tuple(
             tuple((starts[c], starts[c + 1]) for c in chunks_of(rank, self.layout, self.world))
@@ -174,6 +177,11 @@ def _places(starts: Starts, layout: str, world: int, rank: int) -> dict[tuple[in
                 result[sequence, begin] = at
                 at += end - begin
     return result
+
+
+@lru_cache(maxsize=64)
+def _calls(cut: PackedCut) -> tuple[tuple[Runs, ...], AllCalls]:
+    return cut._all_calls()
 
 
 @lru_cache(maxsize=64)

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from .. import _check, _torch
 from .._request import Request
+from . import cost
 from .agreement import Call, agree
 from .core import Local
 from .dense import DenseCut
 from .grid import Grid
-from .keys import AllCalls
 from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
 from .packed import PackedCut
 from .ranks import Ranks, all_gather, sum_dtype
@@ -39,7 +39,7 @@ def check_method(method: str, grid: Grid | None = None) -> str:
     return method
 
 
-class Cut(Protocol):
+class Cut(cost.Cut, Protocol):
     """How the sequences of a call are cut over the ranks.
 
     Row and key runs are those of the order in which "ulysses" computes; the calls of "allgather"
@@ -54,22 +54,8 @@ class Cut(Protocol):
     def key_runs(self) -> tuple[Runs, ...]:
         """The runs of keys of each rank."""
 
-    @property
-    def rows(self) -> list[int]:
-        """The number of rows of each rank."""
-
-    @property
-    def keys(self) -> list[int]:
-        """The number of keys of each rank."""
-
-    def pairs(self) -> list[int]:
-        """The number of (row, key) pairs that the rows of each rank see."""
-
     def whole(self, device: torch.device, /) -> Local:
         """The call of all rows."""
-
-    def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
-        """The runs of keys and the calls of each rank, for "allgather"."""
 
     def local(self, rank: int, device: torch.device, /) -> list[Local]:
         """The calls of a rank."""
@@ -270,6 +256,8 @@ def _refuse(q: Any, k: Any, v: Any, request: Request) -> None:
                 f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
                 f"{name}.to_local()"
             )
+    if request.mask is not None:
+        raise ValueError("mask is given, but no method takes one over several ranks")
     for name in ("k_descale", "v_descale"):
         if getattr(request, name) is not None:
             raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
