@@ -70,7 +70,7 @@ def rewritten(text: str, source: str, address: str) -> str:
 
 
 def contents(folder: Path) -> str:
-    """The tables of contents, which the first page carries."""
+    """The tables of contents, for the end of the first page."""
     parts = []
     for caption, names in CONTENTS.items():
         lines = []

@@ -163,7 +163,7 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
         if given.dtype.kind not in allowed:
             raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
         if given.size and not ((given == given.astype(np.int32)).all()):
-            raise TypeError(f"{name} has numbers that are no int32")
+            raise TypeError(f"{name} has numbers that int32 cannot represent")
         array = given.astype(np.int32)
         if array.size == 0 and len(dims) > 1:
             array = array.reshape([0 if dim is None else dim for dim in dims])
@@ -179,7 +179,9 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
 
 
 def rebuilt(kind: type[Mask], arrays: list[Any], numbers: tuple[int, ...]) -> Any:
-    """A mask from its fields, which are not checked: a tree of PyTorch holds anything."""
+    """A mask from its fields, which are not checked: PyTorch's pytrees also rebuild masks of
+    other objects.
+    """
     mask = object.__new__(kind)
     fields = dict(zip(kind._ARRAYS, arrays, strict=True))
     mask._set(**fields, **dict(zip(kind._NUMBERS, numbers, strict=True)))
@@ -191,7 +193,7 @@ _with_pytrees: list[type[Mask]] = []
 
 
 def register_pytrees() -> None:
-    """Makes masks trees of PyTorch, once it has been imported."""
+    """Registers masks with PyTorch's pytrees, once PyTorch has been imported."""
     if "torch" not in sys.modules or len(_with_pytrees) == len(_kinds):
         return
     from torch.utils import _pytree

@@ -44,17 +44,17 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
 }
 
 // Launches the kernels that recompute flagged tiles.
-void recompute_flagged(const BackwardLaunch& all) {
-  const Problem& p = all.problem;
-  const KernelSet& kernel_set = *all.plan.nan_recompute;
+void recompute_flagged(const BackwardLaunch& backward) {
+  const Problem& p = backward.problem;
+  const KernelSet& kernel_set = *backward.plan.nan_recompute;
   const FormKernels& recompute = kernel_set.form(Form::general);
   const auto blocks = [&](const Flags& flags) {
     return recompute_blocks(flags, kernel_set.backward_tile, p.device_index);
   };
-  const BackwardParams& params = all.params;
-  if (all.keys())
+  const BackwardParams& params = backward.params;
+  if (backward.keys())
     launch(recompute.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
-  if (all.rows())
+  if (backward.rows())
     launch(recompute.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 

@@ -155,15 +155,15 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
 // Stores dk and dv of a warp, through its part of the shared memory of dS.
 template <class C>
 TILEWISE_DEVICE void store_by_keys(const TmaBackwardParams& p, const TileDescriptor& work_tile,
-                                   ptx::SharedAddress shared, int own_warp,
+                                   ptx::SharedAddress shared, int consumer_warp,
                                    const float (&dk)[C::kHeadDim / 2],
                                    const float (&dv)[C::kHeadDimV / 2], float dv_scale) {
   using Plan = BackwardPlan<C>;
   const Gradients& g = p.gradients;
-  const int first = own_warp * 16;
+  const int first = consumer_warp * 16;
   const int keys = work_tile.key_count - first;
   const ptx::SharedAddress tile_of_warp =
-      shared + static_cast<uint32_t>(Plan::kDs + own_warp * Plan::WarpKeysTile::kBytes);
+      shared + static_cast<uint32_t>(Plan::kDs + consumer_warp * Plan::WarpKeysTile::kBytes);
   store_keys<C>(dv, dv_scale, tile_of_warp, g.dv, work_tile.dv + first * g.dv.stride_row, keys,
                 p.problem.head_dim_v);
   store_keys<C>(dk, score_of(p.problem).scale, tile_of_warp, g.dk,
