@@ -33,7 +33,7 @@ bool has_device_lengths(const Problem& p);
 // Whether the CTA that finishes a tile last should combine its chunks.
 bool last_cta_combines(const Problem& p, const Plan& plan, const Gpu& gpu, int64_t blocks);
 
-// Maximum number of key tiles per CTA up to which combining in a cluster pays.
+// Maximum number of key tiles per CTA with which combining in a cluster still pays.
 int64_t max_tiles_per_cluster_cta(const Plan& plan);
 
 // Whether combining `splits` splits in clusters is faster than a combine kernel.

@@ -50,9 +50,9 @@ class CountedWrite {
 
 }  // namespace
 
-uint32_t map_to_rank(uint32_t own, int rank) {
+uint32_t map_to_rank(uint32_t address, int rank) {
   block().state_of(rank);
-  return own | static_cast<uint32_t>(rank + 1) << kRankShift;
+  return address | static_cast<uint32_t>(rank + 1) << kRankShift;
 }
 
 void mbarrier_arrive_remote(uint32_t barrier) {
@@ -64,12 +64,12 @@ void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barri
   constexpr const char* kWhat = "cp.async.bulk to another block";
   const CountedWrite write(to, barrier, bytes, kWhat);
   Block& b = block();
-  SharedMemory& own = b.shared();
-  own.start_async_read(from, bytes, kWhat, b.moment());
+  SharedMemory& source = b.shared();
+  source.start_async_read(from, bytes, kWhat, b.moment());
   b.counts().bulk_bytes += bytes;
-  write.start([&own, from, bytes](void* there) {
-    std::memcpy(there, own.at(from), static_cast<size_t>(bytes));
-    own.end_use(from, bytes);
+  write.start([&source, from, bytes](void* there) {
+    std::memcpy(there, source.at(from), static_cast<size_t>(bytes));
+    source.end_use(from, bytes);
   });
 }
 

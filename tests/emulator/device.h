@@ -87,7 +87,7 @@ void cp_async_bulk_wait_group(int pending);
 // Instructions between the blocks of a cluster. A remote arrival releases like a local one.
 void sync_cluster();
 void st_async_v4_b32(uint32_t to, const uint32_t (&r)[4], uint32_t barrier);
-uint32_t map_to_rank(uint32_t own, int rank);
+uint32_t map_to_rank(uint32_t address, int rank);
 void mbarrier_arrive_remote(uint32_t barrier);
 void cp_async_bulk_to_rank(uint32_t to, uint32_t from, int bytes, uint32_t barrier);
 

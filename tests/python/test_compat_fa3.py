@@ -32,7 +32,8 @@ def inputs(batch, rows, keys, heads=4, heads_kv=2, dim=16, dim_v=16, dtype=torch
     return [torch.randn(batch, *s, generator=g).to(dtype) for s in shapes]
 
 
-def known(options):
+def reference_options(options):
+    """The options with the names of compat_reference."""
     options = dict(options)
     options["window"] = options.pop("window_size", (-1, -1))
     options["chunk"] = options.pop("attention_chunk", 0)
@@ -47,7 +48,7 @@ def test_dense(dtype, band, softcap, rows, keys):
     options = dict(BANDS[band], softcap=softcap)
     check_against(
         lambda *x: fa3.flash_attn_func(*x, return_attn_probs=True, **options),
-        lambda *x: reference.attend(*x, **known(options)),
+        lambda *x: reference.attend(*x, **reference_options(options)),
         inputs(2, rows, keys, dim_v=24, dtype=dtype),
         f"{band} {softcap}",
     )
@@ -60,7 +61,7 @@ def test_chunks(band, chunk, rows, keys):
     options = dict(BANDS[band], attention_chunk=chunk)
     check_against(
         lambda *x: fa3.flash_attn_func(*x, return_attn_probs=True, **options),
-        lambda *x: reference.attend(*x, **known(options)),
+        lambda *x: reference.attend(*x, **reference_options(options)),
         inputs(2, rows, keys),
         f"{band} chunk {chunk}",
     )
@@ -86,7 +87,7 @@ def test_variable_length(band, chunk):
         lambda *x: fa3.flash_attn_varlen_func(
             *x, *starts, 17, 14, return_attn_probs=True, **options
         ),
-        lambda *x: reference.attend_varlen(*x, starts_q, starts_k, **known(options)),
+        lambda *x: reference.attend_varlen(*x, starts_q, starts_k, **reference_options(options)),
         [q, k, v],
         f"{band} {chunk}",
     )
@@ -105,11 +106,11 @@ def test_seqused(chunk, causal):
     wanted = torch.zeros(18, 4, 16, dtype=torch.float64)
     for b in range(3):
         first, key = starts[0][b].item(), starts[1][b].item()
-        own_rows, own_keys = slice(first, first + used_q[b]), slice(key, key + used_k[b])
-        wanted[own_rows], _ = reference.attend_one(
-            q[own_rows].double(),
-            k[own_keys].double(),
-            v[own_keys].double(),
+        rows_in_use, keys_in_use = slice(first, first + used_q[b]), slice(key, key + used_k[b])
+        wanted[rows_in_use], _ = reference.attend_one(
+            q[rows_in_use].double(),
+            k[keys_in_use].double(),
+            v[keys_in_use].double(),
             causal=causal,
             chunk=chunk,
         )
@@ -245,7 +246,7 @@ def test_cache(page_size, chunk, band, leftpad, form):
         end = lengths[b] + new[b]
         k_rows[b, lengths[b] : end], v_rows[b, lengths[b] : end] = k_b, v_b.double()
         start = leftpad[b] if leftpad else 0
-        options = known(dict(BANDS[band], attention_chunk=chunk))
+        options = reference_options(dict(BANDS[band], attention_chunk=chunk))
         out, lse = reference.attend_one(q_b, k_rows[b, start:end], v_rows[b, start:end], **options)
         wanted.append(out)
         wanted_lse.append(lse)

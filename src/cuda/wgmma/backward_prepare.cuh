@@ -34,8 +34,9 @@ struct RowLanes {
   static constexpr int kRows =
       BackwardSums<C>::kQueries % kMinRows == 0 ? kMinRows : BackwardSums<C>::kQueries;
   static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
-  // Enough loads in flight: with the 52 registers that ptxas would choose there are 4 CTAs (H200,
-  // D128, 16k rows of 16 heads: 77 -> 80 us). Several passes hold the loads of each, and need 80.
+  // With one pass, 5 CTAs have enough loads in flight. With the 52 registers that ptxas would
+  // choose only 4 fit, which takes 80 us instead of 77 (H200, D128, 16k rows of 16 heads). Several
+  // passes need 80 registers, because the loads of all passes are in flight together.
   static constexpr int kMinBlocksPerSm = kPasses == 1 ? 5 : 1;
 };
 
