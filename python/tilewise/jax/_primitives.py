@@ -109,7 +109,6 @@ def _not_differentiable(*_: Any, **__: Any) -> Any:
     )
 
 
-@functools.cache
 def _register_targets() -> None:
     library = jax_adapter()
     for platform, _ in _PLATFORMS.values():
