@@ -289,7 +289,7 @@ bool uses_decode_tile(const Plan& plan) {
 
 // A combine kernel waits for the whole main kernel, so it may launch early. Otherwise the next
 // launch is probably the decode of the next call, whose CTAs spread evenly over the SMs only if
-// every SM has the same room for them. An early launch finds that
+// every SM has the same room for them. An early launch finds equal room
 //   - with one CTA per SM, with clusters of two, or with up to two independent CTAs per SM;
 //   - not with larger clusters at two CTAs per SM, nor with CTAs in several waves;
 //   - with chunks, although their grid has more CTAs than there is room for and CTAs end at

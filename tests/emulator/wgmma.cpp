@@ -261,8 +261,7 @@ void Products::put_sums(Accumulator& sums) {
 
 void Products::issue(float* d, const Operands& operands, const uint32_t* a) {
   const int lane = block().thread() % kWarpLanes;
-  Lane& own = lanes_[static_cast<size_t>(lane)];
-  const uint64_t index = own.issued++ - first_;
+  const uint64_t index = lanes_[static_cast<size_t>(lane)].issued++ - first_;
   if (index == queue_.size()) {
     if (operands.n % 8 != 0 || operands.n < 8 || operands.n > kMaxColumns) {
       fault(text("wgmma with n = %d", operands.n));

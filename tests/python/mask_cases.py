@@ -20,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 
 def dense_of_ranges(ranges: Sequence[Range], rows: int, keys: int) -> Bools:
-    """[rows, keys]: the pairs that at least one rectangle has."""
+    """[rows, keys]: the pairs that at least one rectangle shows."""
     seen = np.zeros((rows, keys), bool)
     i, j = np.arange(rows)[:, None], np.arange(keys)
     for first_row, end_row, first_key, end_key, kind in ranges:

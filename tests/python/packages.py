@@ -16,7 +16,7 @@ REQUIRED = "TILEWISE_TEST_INTEGRATIONS"
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignores warnings, which these packages give of what else they would like to have."""
+    """Ignores warnings: these packages warn about optional packages that are missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

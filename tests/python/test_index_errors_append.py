@@ -105,10 +105,11 @@ def append(x: Appending) -> dict[str, np.ndarray]:
     return {n: x.buffers[n].view.detach().cpu().double().numpy().copy() for n in names}
 
 
-def sequence_of_row(x: Appending, name: str, row: int, each: int) -> tuple[int, int] | None:
-    """(sequence, index) of a row of q or of the new keys; None where it belongs to no sequence."""
+def sequence_of_row(x: Appending, name: str, row: int, rows: int) -> tuple[int, int] | None:
+    """(sequence, index) of a row of q or of the new keys, which have `rows` rows per sequence
+    unless they are packed; None where it belongs to no sequence."""
     if name not in x.arrays:
-        return divmod(row, each)
+        return divmod(row, rows)
     cu = x.arrays[name].tolist()
     if not is_layout(cu, x.a.seqlen_new if "new" in name else x.a.seqlen_q):
         return None  # the layout is invalid, so any sequence or none
