@@ -173,6 +173,14 @@ def test_functions_of_context_parallelism() -> None:
         torch.testing.assert_close(torch.cat([grads[0][i], grads[1][i]], 1), expected[i + 1])
 
 
+def test_a_mask_with_the_ring_is_refused() -> None:
+    """The ring would apply it to the keys of every rank."""
+    q, k, v = (x.detach() for x in inputs())
+    ring = types.SimpleNamespace(context_parallel_config=types.SimpleNamespace(ring_degree=2))
+    with pytest.raises(NotImplementedError, match="attn_mask is given, but must be None with ring"):
+        backend._forward_op(None, q, k, v, torch.zeros(1, 1, 1, 13), _parallel_config=ring)
+
+
 RANK = """
 import os, sys
 import torch

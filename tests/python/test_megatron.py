@@ -142,6 +142,9 @@ def test_packed_sequences(padded: bool) -> None:
     for length, rows in zip(lengths, parts, strict=True):
         *qkv, given = (x[:length].unsqueeze(1) for x in rows)
         torch.testing.assert_close(given, core(*qkv, None), atol=1e-6, rtol=0)
+    mask = torch.zeros(1, 1, 14, 14, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="with the type arbitrary, but packed sequences"):
+        core(*tensors, mask, AttnMaskType.arbitrary, packed_seq_params=packed)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,20 @@ def test_calls_that_only_pytorch_could_run(active: None) -> None:
         varlen.varlen_attn(x.float(), x.float(), x.float(), cu, cu, 9, 9)
 
 
+@pytest.mark.tensors("cpu")
+def test_arguments_that_would_be_ignored(active: None) -> None:
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 4, 16)
+    operator, used = torch.ops.aten._flash_attention_forward, torch.tensor([3, 7]).int()
+    with pytest.raises(ValueError, match="seqused_k is given, but must be None without cum_seq_q"):
+        operator(q, k, k, None, None, 5, 7, 0.0, False, False, seqused_k=used)
+    with pytest.raises(ValueError, match="value has head dimension 8, but must have 16"):
+        operator(q, k, k[..., :8], None, None, 5, 7, 0.0, False, False)
+    if hasattr(varlen, "varlen_attn_out"):
+        q, k, cu = torch.randn(5, 4, 16), torch.randn(7, 4, 16), starts([5])
+        with pytest.raises(ValueError, match=r"out has shape \[3, 5, 4, 16\]"):
+            varlen.varlen_attn_out(q.new_empty(3, 5, 4, 16), q, k, k, cu, starts([7]), 5, 7)
+
+
 # --- schemas --------------------------------------------------------------------------------------
 
 _QKV = "Tensor query, Tensor key, Tensor value"

@@ -84,7 +84,19 @@ def _prepared(
         batch_invariant=cache.num_splits == 1,
         shard=Shard(dropout_state=state if call.dropout_p else None),
     )
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"value has head dimension {value.shape[-1]}, but must have {query.shape[-1]} like "
+            "query: PyTorch's operators return an output of the shape of query"
+        )
     if call.cum_seq_q is None:
+        for name, given in (
+            ("cum_seq_k", call.cum_seq_k),
+            ("seqused_k", cache.seqused_k),
+            ("block_table", cache.block_table),
+        ):
+            if given is not None:
+                raise ValueError(f"{name} is given, but must be None without cum_seq_q")
         return _torch.prepare_dense(query, key, value, "bshd", request)
     starts_k, used = call.cum_seq_k, cache.seqused_k
     if cache.block_table is not None:
@@ -140,6 +152,11 @@ def forward_into_operator(
         window_size_right,
     )  # fmt: skip
     cache = Cache(seqused_k, alibi_slopes, block_table, num_splits)
+    if out.shape != query.shape or out.dtype != query.dtype:
+        raise ValueError(
+            f"out has shape {list(out.shape)} and dtype {out.dtype}, but must have those of query, "
+            f"{list(query.shape)} and {query.dtype}"
+        )
     result, lse, _ = forward(query, key, value, call, cache)
     out.copy_(result)
     return lse

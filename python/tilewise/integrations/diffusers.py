@@ -122,6 +122,11 @@ def _forward_op(
         raise NotImplementedError(
             f"dropout_p is {dropout_p}, but must be 0 with Diffusers' context parallelism"
         )
+    if attn_mask is not None and _parallel_config.context_parallel_config.ring_degree > 1:
+        raise NotImplementedError(
+            "attn_mask is given, but must be None with ring attention: Diffusers passes the same "
+            "mask with the keys of every rank"
+        )
     prepared = _prepared(query, key, value, attn_mask, 0.0, is_causal, scale)
     out, lse = torch.ops.tilewise.forward(*prepared[:3], *prepared[3])
     lse = lse.transpose(1, 2)

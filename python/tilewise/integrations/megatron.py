@@ -144,6 +144,11 @@ class TilewiseAttention(MegatronModule):
         )
         with self._dropout_numbers(options["dropout_p"]):
             if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+                if attention_mask is not None and kind == AttnMaskType.arbitrary:
+                    raise NotImplementedError(
+                        "attention_mask is given with the type arbitrary, but packed sequences "
+                        "(thd) have no matrix of scores to which it could belong"
+                    )
                 return _packed(query, key, value, packed_seq_params, options)
             if attention_mask is not None and kind in _MASKED:
                 options["bias"] = _with_mask(attention_bias, attention_mask, query)
