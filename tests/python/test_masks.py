@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import pickle
 import re
@@ -18,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 import capi
 import mask_cases
 import tilewise
-from cases import Built, Case, run
+from cases import Built, Case, check, run
 from tilewise import masks
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 30)
@@ -181,6 +182,20 @@ def test_hidden_keys_may_hold_anything(kind):
         assert np.array_equal(got.lse[rows, head], want.lse[rows, head])
         assert np.isnan(got.out[~rows, head]).all()
         assert np.array_equal(got.grads["q"][rows, head], want.grads["q"][rows, head])
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_documents_and_tokens_for_all_over_many_chunks(dtype):
+    """Query tiles that see the first and the last chunk of keys, but few of those in between."""
+    starts = [0, 130, 400, 401, 700, 1100]
+    documents = [(begin, end, begin, end, 1) for begin, end in itertools.pairwise(starts)]
+    for_all = [(0, 1100, 3, 9, 0), (650, 655, 0, 1100, 0)]
+    case = Case(
+        dtype=dtype, rows=(1100,), keys=(1100,), heads_kv=1, group=2, head_dim=16, head_dim_v=16,
+        mask_ranges=((*documents, *for_all),), spread=0.5,
+    )  # fmt: skip
+    check(case)
 
 
 def test_explain_counts_tiles():

@@ -62,4 +62,4 @@ def test_random_shards_of_larger_problems(dtype, shard, device):
 def test_random_masks(dtype, device):
     if device.name != "cpu":
         pytest.skip("no GPU kernel reads a mask")
-    problems(masked, dtype, 0, device.name, Counter(), shards=2 * SHARDS)()
+    problems(masked, dtype, 0, device.name, Counter(), shards=3 * SHARDS)()

@@ -14,7 +14,7 @@ TILEWISE_FN Range query_heads(const Problem& p, int64_t kv_head) {
   return {kv_head * group_size(p), (kv_head + 1) * group_size(p)};
 }
 
-// With a problem without a mask, only `on` may be called.
+// Without a mask, every panel sees all of every tile.
 struct LaneMask : MaskScratch {
   Mask mask = {};
   Range heads = {};
