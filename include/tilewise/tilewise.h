@@ -92,7 +92,7 @@ typedef struct tilewise_parallel {
  * well. Rows and keys are counted within a sequence, keys from the first one after leftpad_k on.
  * Set struct_size = sizeof(tilewise_mask). All arrays are in the memory of the device.
  *
- * Ranges: a set of rectangles; a pair is visible if at least one of them has it. Entry e is
+ * Ranges: a set of rectangles; a pair is visible if at least one shows it. Entry e is
  * {row_begin, row_end, key_begin, key_end, kind}. What lies beyond the rows and keys of a sequence
  * is ignored.
  *

@@ -361,7 +361,7 @@ def test_text_of_a_result(main):
         "gpu": {"name": "GPU", "driver": "1"}, "sources": "abc", "versions": {"torch": "2"},
         "stages": {
             "tests": {"passed": True, "seconds": 5, "native": counted},
-            "models": {"passed": False, "seconds": 1, "not_run": "Transformers 5.17.0 is here"},
+            "models": {"passed": False, "seconds": 1, "not_run": "Transformers 5.17.0 is installed"},
         },
     }  # fmt: skip
     text = main.table(result)

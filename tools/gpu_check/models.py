@@ -76,9 +76,12 @@ def models(setup: Setup, limit: float) -> Report:
     report: Report = {"passed": False, "packages": found}
     have = found.get("transformers", "0")
     if is_old(have):
-        why = f"Transformers {have} is here" if have != "0" else "no Transformers is here"
+        why = f"Transformers {have} is" if have != "0" else "no Transformers is"
         oldest = ".".join(map(str, OLDEST))
-        report |= {"not_run": f"{why}, {oldest} is needed (--wheels, requirements-gpu-models.txt)"}
+        report |= {
+            "not_run": f"{why} installed, but {oldest} or newer is needed (--wheels, "
+            "requirements-gpu-models.txt)"
+        }
         say(f"  NOT run: {report['not_run']}")
         return report
     left_out: dict[str, list[str]] = {}
