@@ -13,7 +13,8 @@ class Options(NamedTuple):
 
     A negative window means no limit; a bound or a number of splits of 0 means "not given".
     ``scale_tensor`` replaces ``scale``; ``dropout_state`` is int64 [2], the seed and the offset of
-    the dropout bits. The last numbers say where a shard lies (``_request.Shard``).
+    the dropout bits. ``row_offset`` to ``heads_q_total`` say where a shard lies
+    (``_request.Shard``).
     """
 
     bias: Tensor | None = None  # [B or 1, Hq or 1, Sq or 1, Sk], fp32 or the dtype of q
@@ -51,7 +52,7 @@ class Options(NamedTuple):
     batch_offset: int = 0
     head_offset: int = 0
     heads_q_total: int = 0  # 0: those of q
-    mask_heads: int = 0  # of a mask of blocks, as the next two
+    mask_heads: int = 0  # of a mask of blocks, like mask_rows and mask_keys
     mask_rows: int = 0
     mask_keys: int = 0
     heads_first: bool = False

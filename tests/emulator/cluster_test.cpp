@@ -101,9 +101,9 @@ TEST(Cluster, StoresOfManyBlocks) {
     run_grid(
         2 * kCluster, ptx::kWarpSize, kBarrier + 8,
         [] {
-          const auto me = static_cast<int>(ptx::block_index() % kCluster);
+          const auto this_rank = static_cast<int>(ptx::block_index() % kCluster);
           const int lane = ptx::lane_index();
-          if (me >= kStoring) return;
+          if (this_rank >= kStoring) return;
           if (lane == 0) {
             ptx::mbarrier_init(byte(kBarrier), 1);
             ptx::fence_mbarrier_init();
@@ -116,14 +116,15 @@ TEST(Cluster, StoresOfManyBlocks) {
             return static_cast<uint32_t>(10000 * from + 100 * to + of_lane);
           };
           for (int to = 0; to < kStoring; ++to) {
-            const uint32_t x[4] = {word(me, to, lane)};
-            ptx::st_async_v4_b32(ptx::map_to_rank(byte((me * ptx::kWarpSize + lane) * kLane), to),
-                                 x, ptx::map_to_rank(byte(kBarrier), to));
+            const uint32_t x[4] = {word(this_rank, to, lane)};
+            ptx::st_async_v4_b32(
+                ptx::map_to_rank(byte((this_rank * ptx::kWarpSize + lane) * kLane), to), x,
+                ptx::map_to_rank(byte(kBarrier), to));
           }
           ptx::mbarrier_wait_parity(byte(kBarrier), 0);
           for (int from = 0; from < kStoring; ++from)
             ASSERT_EQ(ptx::ld_shared_b32(byte((from * ptx::kWarpSize + lane) * kLane)),
-                      word(from, me, lane));
+                      word(from, this_rank, lane));
         },
         kCluster);
   }
