@@ -368,6 +368,20 @@ def test_refusals(name):
         refused(**changed)
 
 
+def test_refusals_of_other_functions():
+    x = jnp.ones((4, 11, 4, 16))
+    with pytest.raises(TypeError, match="cu_seqlens_q is a"):
+        tj.attention_with_kvcache(x[0], x, x, cu_seqlens_q=4)
+    with pytest.raises(ValueError, match="must not be negative"):  # jax.nn takes it literally
+        tj.dot_product_attention(x, x, x, local_window_size=(-1, 2))
+
+
+def test_seeds_of_64_bits():
+    with jax.enable_x64(True):
+        words = [tj._arguments.dropout_state(x) for x in (2**40 + 7, jnp.array(2**40 + 7))]
+    assert same(*words)
+
+
 def test_derivatives_that_are_refused():
     q, slopes = random((1, 9, 4, 16), (4,))
     square = lambda q, slopes: tj.attention(q, q, q, alibi_slopes=slopes).sum()  # noqa: E731

@@ -108,7 +108,9 @@ def dropout_state(seed: Any) -> jax.Array:
                 "jax.random"
             )
         _check.shape("dropout_seed", seed, (), "one integer; a key is made by jax.random.key")
-        words = jnp.stack([seed.astype(jnp.uint32), jnp.uint32(0)])
+        wide = seed.dtype.itemsize == 8
+        high = (seed >> 32).astype(jnp.uint32) if wide else jnp.uint32(0)
+        words = jnp.stack([seed.astype(jnp.uint32), high])
     else:
         number = _check.integer("dropout_seed", seed, "an integer or a key of jax.random")
         if not 0 <= number < 2**64:

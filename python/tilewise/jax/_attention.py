@@ -138,7 +138,11 @@ def attention_with_kvcache(
     """
     names = ("q", "k_cache", "v_cache")
     q, k_cache, v_cache = _arguments.inputs(q, k_cache, v_cache, names)
-    packed = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    packed = None
+    if cu_seqlens_q is not None:
+        packed = len(_arguments.int32("cu_seqlens_q", cu_seqlens_q, (None,))) - 1
+    if block_table is not None:
+        _arguments.int32("block_table", block_table, (None, None))
     batch = check_cache(q, k_cache, v_cache, block_table, cache_batch_idx, packed)
     layout = CacheLayout(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     rows = layout.max_rows()

@@ -39,7 +39,7 @@ def dot_product_attention(
         is_causal: Row i sees key j if j <= i.
         query_seq_lengths: int32 [B]: rows in use; the others are 0.
         key_value_seq_lengths: int32 [B]: keys in use.
-        local_window_size: (left, right), or one number for both.
+        local_window_size: (left, right), or one number for both; not negative.
         return_residual: Return (out, lse) with lse float32 [B, T, N] or [T, N].
 
     Returns:
@@ -61,8 +61,7 @@ def dot_product_attention(
     added = _bias(bias, mask, q.dtype, scores)
     if added is not None:
         arrays["bias"] = _arguments.full_keys(added, keys)
-    if isinstance(local_window_size, int):
-        local_window_size = (local_window_size, local_window_size)
+    window = _window(local_window_size)
     rows_used, keys_used = rows, keys
     if query_seq_lengths is not None:
         rows_used = arrays["seqused_q"] = _arguments.int32(
@@ -73,17 +72,29 @@ def dot_product_attention(
             "key_value_seq_lengths", key_value_seq_lengths, (batch,)
         )
     # Our band is aligned at the last row and key in use, that of jax.nn at the first ones.
-    banded = _check.flag("is_causal", is_causal) or local_window_size is not None
+    banded = _check.flag("is_causal", is_causal) or window != _check.UNBOUNDED
     moved = rows_used - keys_used
     if banded and not (isinstance(moved, int) and moved == 0):
         arrays["diagonal"] = jnp.broadcast_to(jnp.asarray(moved, jnp.int32), (batch,))
-    request = Request(is_causal, local_window_size or _check.UNBOUNDED, scale)
+    request = Request(is_causal, window, scale)
     problem = _arguments.problem(arrays, batch, request)
     out, lse = _autodiff.attend(problem, arrays)
     lse = lse.swapaxes(1, 2)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if _check.flag("return_residual", return_residual) else out
+
+
+def _window(size: Any) -> _check.Window:
+    """(left, right); jax.nn takes a negative bound literally, ours would be no limit."""
+    if size is None:
+        return _check.UNBOUNDED
+    left, right = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
+    allowed = "an integer, a pair (left, right) of integers, or None"
+    sides = [_check.integer("local_window_size", x, allowed) for x in (left, right)]
+    if min(sides) < 0:
+        raise ValueError(f"local_window_size is {size}, but must not be negative")
+    return sides[0], sides[1]
 
 
 def _bias(bias: Any, mask: Any, dtype: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
