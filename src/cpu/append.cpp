@@ -217,9 +217,9 @@ void run(const tilewise_kv_append& a, const Parallel& parallel) {
   const int64_t tasks = clamp(ceil_div(elements, elements_per_task), 1, min(workers, rows));
   // Query rows are numbered first; the contiguous range of rows of a task may contain both kinds.
   parallel.run(tasks, [&](int64_t task) {
-    const Range mine{rows * task / tasks, rows * (task + 1) / tasks};
-    append.queries(intersect(mine, {0, query_rows}));
-    const Range keys = intersect(mine, {query_rows, rows});
+    const Range rows_of_task{rows * task / tasks, rows * (task + 1) / tasks};
+    append.queries(intersect(rows_of_task, {0, query_rows}));
+    const Range keys = intersect(rows_of_task, {query_rows, rows});
     append.keys_and_values({keys.begin - query_rows, keys.end - query_rows});
   });
 }

@@ -388,10 +388,11 @@ struct Backward : BackwardScratch {
   }
 
   TILEWISE_FN void finish() {
-    const KvSource own =
+    const KvSource gradient_source =
         p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
-    if (g.dk.data != nullptr) write_rows(own, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
-    if (g.dv.data != nullptr) write_rows(own, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
+    if (g.dk.data != nullptr)
+      write_rows(gradient_source, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
+    if (g.dv.data != nullptr) write_rows(gradient_source, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
   }
 
   TILEWISE_FN void write_rows(const KvSource& source, const tilewise_tensor& view,
