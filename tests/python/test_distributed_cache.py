@@ -39,13 +39,13 @@ def pool() -> Iterator[Pool]:
 
 
 def decode(group, case: Case, paged: bool):
-    """Keys are dealt to the ranks one by one; the last one is appended by its rank."""
+    """Rank r of w holds keys r, r + w, ...; the rank of the last key appends it."""
     rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     b = Built(case)
-    own = range(rank, case.keys[0], world)
-    k, v = b.k[:, own].clone(), b.v[:, own].clone()
-    appends = bool(own) and own[-1] == case.keys[0] - 1
-    kept = len(own) - 1 if appends else len(own)
+    keys_of_rank = range(rank, case.keys[0], world)
+    k, v = b.k[:, keys_of_rank].clone(), b.v[:, keys_of_rank].clone()
+    appends = bool(keys_of_rank) and keys_of_rank[-1] == case.keys[0] - 1
+    kept = len(keys_of_rank) - appends
     caches = [torch.full((3, 40, *x.shape[2:]), math.nan, dtype=x.dtype) for x in (k, v)]
     for cache, x in zip(caches, (k, v), strict=True):
         cache[:, :kept] = x[:, :kept]

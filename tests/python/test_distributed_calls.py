@@ -39,7 +39,7 @@ def tensors(rows=24, heads=4, heads_kv=2, dtype=torch.float32, batch=2):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def own(group, xs, layout="zigzag", dim=1):
+def shards_of(group, xs, layout="zigzag", dim=1):
     return [td.shard(x, dim, layout=layout, group=group).clone().requires_grad_() for x in xs]
 
 
@@ -113,7 +113,7 @@ def dropped(group, method):
     expected = tilewise.attention(*whole, dropout_p=0.4)
     following = torch.rand(1)
     torch.manual_seed(3 + torch.distributed.get_rank(group))
-    out = td.attention(*own(group, whole), dropout_p=0.4, method=method, group=group)
+    out = td.attention(*shards_of(group, whole), dropout_p=0.4, method=method, group=group)
     same = torch.equal(torch.rand(1), following) == (torch.distributed.get_rank(group) == 0)
     rows = td.shard(expected, 1, layout="zigzag", group=group)
     return same and torch.allclose(out, rows, atol=1e-5)
@@ -128,7 +128,7 @@ def test_dropout_follows_the_seed_of_rank_0(pool):
 
 
 def heads_first(group, method):
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     expected = td.attention(q, k, v, group=group, method=method, causal=True)
     (expected**2).sum().backward()
     grads = [x.grad for x in (q, k, v)]
@@ -141,7 +141,7 @@ def heads_first(group, method):
 
 def frozen_keys(group, method):
     """Only q has a gradient, then none has one."""
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     with torch.no_grad():
         expected = td.attention(q, k, v, group=group, method=method)
     k, v = k.detach(), v.detach()
@@ -152,14 +152,14 @@ def frozen_keys(group, method):
 
 def unused_lse(group, method):
     """Ranks may use different results: one uses lse only, the others out only."""
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     out, lse = td.attention(q, k, v, group=group, method=method, return_lse=True)
     (lse.sum() if torch.distributed.get_rank(group) == 0 else out.sum()).backward()
     return all(bool(x.grad.isfinite().all()) for x in (q, k, v))
 
 
 def autocast(group, method):
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     with torch.autocast("cpu", torch.bfloat16):
         out = td.attention(q, k, v, group=group, method=method)
     out.sum().backward()
@@ -168,7 +168,7 @@ def autocast(group, method):
 
 def by_mesh(group, method):
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     expected = td.attention(q, k, v, group=group, method=method)
     return torch.equal(td.attention(q, k, v, mesh=mesh, method=method), expected)
 
@@ -189,7 +189,7 @@ def checkpointed(group, method):
     results = []
     for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=False)):
         torch.manual_seed(3)
-        q, k, v = own(group, tensors())
+        q, k, v = shards_of(group, tensors())
         (run(q, k, v) ** 2).sum().backward()
         results.append((q.grad, k.grad, v.grad))
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -201,7 +201,7 @@ def test_checkpointing(pool):
 
 
 def replicated(group, method, reduce):
-    q, k, v = own(group, tensors(heads=2, heads_kv=1))  # fewer heads than ranks
+    q, k, v = shards_of(group, tensors(heads=2, heads_kv=1))  # fewer heads than ranks
     scale = torch.tensor(0.3, requires_grad=True)
     sinks = torch.linspace(-1, 1, 2).requires_grad_()
     bias = torch.linspace(-1, 1, 24).requires_grad_()
@@ -224,7 +224,7 @@ def test_gradients_of_replicated_inputs(pool):
 
 
 def explained(group, rows, heads, heads_kv, options):
-    q, k, v = own(group, tensors(rows, heads, heads_kv))
+    q, k, v = shards_of(group, tensors(rows, heads, heads_kv))
     choice = td.explain(q, k, v, group=group, **options)
     return choice.method, str(choice), choice.estimates
 
@@ -254,7 +254,7 @@ def counted(group, method, options):
     """The predicted bytes of a call and those that its exchanges receive from other ranks."""
     from tilewise.distributed import exchange
 
-    q, k, v = own(group, tensors(rows=32))
+    q, k, v = shards_of(group, tensors(rows=32))
     estimate = td.explain(q, k, v, group=group, **options).estimates[method].bytes
     total, original = 0, exchange.start
 
@@ -278,31 +278,31 @@ def packed_calls(group):
     cu = [0, 5, 5, 24]
     x = torch.arange(24.0)
     where = {"layout": "zigzag", "group": group, "cu_seqlens": torch.tensor(cu)}
-    own = td.shard(x, 0, **where)
-    assert torch.equal(td.unshard(own, 0, size=24, **where), x)
+    local = td.shard(x, 0, **where)
+    assert torch.equal(td.unshard(local, 0, size=24, **where), x)
     place = td.positions(24, **where)
-    assert torch.equal(place.double(), torch.where(own < 5, own, own - 5).double())
+    assert torch.equal(place.double(), torch.where(local < 5, local, local - 5).double())
     q, k, v = (y[0].clone() for y in tensors())
-    mine = [td.shard(y, 0, **where) for y in (q, k, v)]
+    shards = [td.shard(y, 0, **where) for y in (q, k, v)]
     common = {"group": group, "causal": True}
     if world > 1:
-        choice = td.explain(*mine, cu_seqlens_q=cu, dropout_p=0.1, **common)
+        choice = td.explain(*shards, cu_seqlens_q=cu, dropout_p=0.1, **common)
         assert choice.method == "ulysses" and "(the only exact one)" in str(choice)
         why = "not exact here: dropout_p is 0.1 with packed sequences"
         assert f"allgather: {why}" in str(choice)
-    out = td.attention_varlen(*mine, cu, **common)
+    out = td.attention_varlen(*shards, cu, **common)
     lengths = torch.tensor(cu, dtype=torch.int32)
     expected = tilewise.attention_varlen(q, k, v, lengths, lengths, causal=True)
     assert torch.allclose(out, td.shard(expected, 0, **where), atol=1e-5)
-    text = str(td.explain(*mine, cu_seqlens_q=cu, **common))
+    text = str(td.explain(*shards, cu_seqlens_q=cu, **common))
     assert ("ulysses:" in text and "allgather:" in text) == (world > 1)
     calls = (
-        lambda: td.attention_varlen(*mine, [0, 5, 24 + rank], **common),
-        lambda: td.attention_varlen(*mine, [1, 24], **common),
-        lambda: td.attention_varlen(*mine, cu, [0, 24], **common),
-        lambda: td.attention_varlen(*mine, "ab", **common),
+        lambda: td.attention_varlen(*shards, [0, 5, 24 + rank], **common),
+        lambda: td.attention_varlen(*shards, [1, 24], **common),
+        lambda: td.attention_varlen(*shards, cu, [0, 24], **common),
+        lambda: td.attention_varlen(*shards, "ab", **common),
         lambda: td.shard(x, 0, **{**where, "cu_seqlens": [0, 23]}),
-        lambda: td.attention_varlen(*mine, cu, dropout_p=0.1, method="allgather", **common),
+        lambda: td.attention_varlen(*shards, cu, dropout_p=0.1, method="allgather", **common),
     )
     return [error_of(call) for call in calls]
 
@@ -331,7 +331,7 @@ def test_packed_calls(pool):
 
 def refused(group, kind):
     rank = torch.distributed.get_rank(group)
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     options: dict = {"causal": True}
     if kind == "dtensor":
         mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
@@ -409,7 +409,7 @@ def test_refusals_reach_all_ranks(pool):
 
 
 def stop_before_the_backward(group):
-    q, k, v = own(group, tensors())
+    q, k, v = shards_of(group, tensors())
     out = td.attention(q, k, v, group=group, method="allgather")
     if torch.distributed.get_rank(group) == 1:
         os._exit(1)

@@ -30,10 +30,10 @@ def pool() -> Iterator[Pool]:
 def test_every_row_has_one_rank(layout, count):
     for size in (0, 1, 2, 3, 7, 24, 100, 128):
         runs = runs_of(size, layout, count)
-        rows = [row for own in runs for begin, end in own for row in range(begin, end)]
+        rows = [row for shard in runs for begin, end in shard for row in range(begin, end)]
         assert sorted(rows) == list(range(size))
         assert max(lengths(runs)) - min(lengths(runs)) <= 2
-        assert all(own == tuple(sorted(own)) for own in runs)
+        assert all(shard == tuple(sorted(shard)) for shard in runs)
 
 
 def test_zigzag_is_megatrons():
@@ -43,7 +43,7 @@ def test_zigzag_is_megatrons():
 
 def test_zigzag_balances_causal_work():
     for count in (2, 4, 8):
-        work = [sum(r + 1 for b, e in own for r in range(b, e)) for own in
+        work = [sum(r + 1 for b, e in shard for r in range(b, e)) for shard in
                 runs_of(32 * count, "zigzag", count)]  # fmt: skip
         assert len(set(work)) == 1
 
@@ -63,10 +63,10 @@ def round_trip(group, layout, size, dim, dtype):
     whole = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(shape, generator=generator).to(dtype)
     rank = torch.distributed.get_rank(group)
-    own = td.shard(whole, dim, layout=layout, group=group)
+    local = td.shard(whole, dim, layout=layout, group=group)
     where = td.positions(size, layout=layout, group=group)
-    assert torch.equal(own, whole.index_select(dim, where))
-    leaf = own.detach().requires_grad_()
+    assert torch.equal(local, whole.index_select(dim, where))
+    leaf = local.detach().requires_grad_()
     back = td.unshard(leaf, dim, layout=layout, size=size, group=group)
     assert back.dtype == dtype and torch.equal(back, whole)
     (back * weight * (rank + 1)).sum().backward()
@@ -74,7 +74,7 @@ def round_trip(group, layout, size, dim, dtype):
     part = td.shard(weight, dim, layout=layout, group=group)
     wide = sum((part * (r + 1)).to(sum_dtype(dtype)) for r in range(count))
     assert torch.equal(leaf.grad, wide.to(dtype))
-    (own * part).sum().backward()
+    (local * part).sum().backward()
     return torch.is_tensor(whole.grad), whole.grad, weight
 
 
@@ -92,8 +92,8 @@ def test_round_trip_and_gradients(pool, layout):
 
 def cut_labels(group):
     labels = torch.arange(10, 21)
-    own = td.shard(labels, 0, layout="zigzag", group=group)
-    return td.unshard(own, 0, layout="zigzag", size=11, group=group).tolist()
+    local = td.shard(labels, 0, layout="zigzag", group=group)
+    return td.unshard(local, 0, layout="zigzag", size=11, group=group).tolist()
 
 
 def test_integers_are_moved(pool):

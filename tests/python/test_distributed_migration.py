@@ -80,10 +80,10 @@ def packed_sequences(group, rank):
     ends = torch.tensor([0, 8, 32], dtype=torch.int32)
     q, k, v = (x[0] for x in inputs())
     whole = tilewise.attention_varlen(q, k, v, ends, ends, causal=True)
-    own = [torch.cat([zigzag(s, rank, 0) for s in x.split(lengths)]) for x in (q, k, v, whole)]
+    shards = [torch.cat([zigzag(s, rank, 0) for s in x.split(lengths)]) for x in (q, k, v, whole)]
     here = torch.tensor([0, 2, 8], dtype=torch.int32)  # cu_seqlens of this rank
     whole_ends = [n * WORLD for n in here.tolist()]
-    return td.attention_varlen(*own[:3], whole_ends, causal=True, group=group), own[3]
+    return td.attention_varlen(*shards[:3], whole_ends, causal=True, group=group), shards[3]
 
 
 def test_the_migration_table(pool):

@@ -85,10 +85,10 @@ def ring(group, causal, method):
     with switched(method), context_parallel(
         mesh_of(group), buffers=whole, buffer_seq_dims=[2] * 3, no_restore_buffers=set(whole)
     ):  # fmt: skip
-        own = [x.requires_grad_() for x in whole]
-        out = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=True)
+        shards = [x.requires_grad_() for x in whole]
+        out = F.scaled_dot_product_attention(*shards, is_causal=causal, enable_gqa=True)
         out.sin().sum().backward()
-        parts = [out.detach(), *(x.grad for x in own)]
+        parts = [out.detach(), *(x.grad for x in shards)]
         got = _attention.context_parallel_unshard(mesh_of(group), parts, [2] * 4)
     want = [expected.detach(), *(x.grad for x in leaves)]
     return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True)]

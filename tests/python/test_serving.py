@@ -409,10 +409,10 @@ def test_service_answers_and_closes(answers):
 
 
 def test_failing_listener_does_not_end_other_requests(answers, caplog):
-    service, told = Service(engine()), []
+    service, outputs = Service(engine()), []
 
     def failing_listener(output: Output) -> None:
-        told.append(output)
+        outputs.append(output)
         raise RuntimeError("nobody listens")
 
     service.submit(PROMPTS[0], GREEDY, failing_listener)
@@ -420,7 +420,7 @@ def test_failing_listener_does_not_end_other_requests(answers, caplog):
     service.submit(PROMPTS[1], GREEDY, answer)
     service.close()
     assert answer.tokens == answers[1] and answer.finish == "length"
-    assert [o.finish for o in told] == [None, "cancelled"] and all_free(service.engine)
+    assert [o.finish for o in outputs] == [None, "cancelled"] and all_free(service.engine)
     assert "nobody listens" in caplog.text
 
 

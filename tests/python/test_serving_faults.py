@@ -225,17 +225,17 @@ def test_request_with_undecodable_text_can_be_cancelled():
 @pytest.mark.parametrize("fault", [SystemExit(3), RuntimeError("nobody listens")])
 def test_failing_listener_cancels_only_its_request(service_of, fault, caplog):
     expected = engine().generate([PROMPTS[1]], GREEDY)[0].tokens
-    service, told = service_of(), []
+    service, finishes = service_of(), []
 
     def failing_listener(output: Output) -> None:
-        told.append(output.finish)
+        finishes.append(output.finish)
         raise fault
 
     answer = Answer()
     service.submit(PROMPTS[0], GREEDY, failing_listener)
     service.submit(PROMPTS[1], GREEDY, answer)
     assert answer.done.wait(PATIENCE) and answer.tokens == expected
-    eventually(lambda: told == [None, "cancelled"])
+    eventually(lambda: finishes == [None, "cancelled"])
     assert service.ready and "cannot be delivered" in caplog.text
 
 
