@@ -129,12 +129,16 @@ ORDINARY = dict(
         (dict(device_capability=DeviceCapability(7, 0)), "compute capability"),
         (dict(head_size=520), "head_size"),
         (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype"),
+        (dict(kv_cache_dtype="nvfp4"), "kv_cache_dtype"),
         (dict(block_size=8), "block_size"),
         (dict(use_mla=True), "MLA"),
         (dict(use_sparse=True), "sparse"),
         (dict(use_mm_prefix=True), "multimodal"),
         (dict(use_pcp=True), "PCP"),
         (dict(use_rswa=True), "R-SWA"),
+        (dict(kv_cache_dtype="bfloat16"), None),
+        (dict(kv_cache_dtype="float16"), "needs a model of that type"),
+        (dict(kv_cache_dtype="fp8", dtype=torch.float32), "needs a 16-bit model"),
     ],
 )
 def test_validate_configuration(backend, changes, reason):

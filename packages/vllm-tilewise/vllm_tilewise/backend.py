@@ -79,3 +79,19 @@ class TilewiseBackend(AttentionBackend):
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        """Why the kernels cannot read a cache of this type with queries of ``dtype``, or None."""
+        del head_size
+        if kv_cache_dtype in (None, "auto"):
+            return None
+        if kv_cache_dtype.startswith("fp8"):
+            if dtype != torch.float32:
+                return None
+            return f"a cache of {kv_cache_dtype} needs a 16-bit model, but this one is float32"
+        if getattr(torch, kv_cache_dtype, None) == dtype:
+            return None
+        return f"a cache of {kv_cache_dtype} needs a model of that type, but this one is {dtype}"
