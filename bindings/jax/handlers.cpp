@@ -101,64 +101,85 @@ ffi::Error restore(Words words, Words pointers, const Buffers& buffers, Struct& 
   return ffi::Error::Success();
 }
 
-ffi::Error restore_problem(const Device& device, Words words, Words pointers,
-                           const Buffers& buffers, tilewise_attention& result) {
+// The structs of a problem as attributes. The mask is empty if there is none.
+struct Description {
+  Words attention;
+  Words attention_pointers;
+  Words mask;
+  Words mask_pointers;
+};
+
+struct Problem {
+  tilewise_attention attention{};
+  tilewise_mask mask{};
+};
+
+ffi::Error restore_problem(const Device& device, const Description& description,
+                           const Buffers& buffers, Problem& result) {
   if (buffers.size() == 0) return invalid("the call has no buffers");
-  const ffi::Error error = restore(words, pointers, buffers, result);
-  result.device = device.kind;
-  result.device_index = device.index;
-  result.stream = device.stream;
-  return error;
+  tilewise_attention& a = result.attention;
+  ffi::Error error = restore(description.attention, description.attention_pointers, buffers, a);
+  if (error.failure()) return error;
+  a.device = device.kind;
+  a.device_index = device.index;
+  a.stream = device.stream;
+  if (description.mask.size() == 0) return error;
+  a.mask = &result.mask;
+  return restore(description.mask, description.mask_pointers, buffers, result.mask);
 }
 
 ffi::Error forward(const Device& device, const ffi::RemainingArgs& arguments,
-                   const ffi::RemainingRets& results, Words attention, Words attention_pointers) {
+                   const ffi::RemainingRets& results, const Description& description) {
   const Buffers buffers(arguments, results);
-  tilewise_attention a{};
-  const ffi::Error error = restore_problem(device, attention, attention_pointers, buffers, a);
+  Problem problem;
+  const ffi::Error error = restore_problem(device, description, buffers, problem);
   if (error.failure()) return error;
-  return error_of(tilewise_forward(&a, buffers.workspace(), buffers.workspace_bytes()));
+  return error_of(
+      tilewise_forward(&problem.attention, buffers.workspace(), buffers.workspace_bytes()));
 }
 
 ffi::Error backward(const Device& device, const ffi::RemainingArgs& arguments,
-                    const ffi::RemainingRets& results, Words attention, Words attention_pointers,
+                    const ffi::RemainingRets& results, const Description& description,
                     Words gradients, Words gradients_pointers) {
   const Buffers buffers(arguments, results);
-  tilewise_attention a{};
-  ffi::Error error = restore_problem(device, attention, attention_pointers, buffers, a);
+  Problem problem;
+  ffi::Error error = restore_problem(device, description, buffers, problem);
   if (error.failure()) return error;
   tilewise_gradients g{};
   error = restore(gradients, gradients_pointers, buffers, g);
   if (error.failure()) return error;
-  return error_of(tilewise_backward(&a, &g, buffers.workspace(), buffers.workspace_bytes()));
+  return error_of(
+      tilewise_backward(&problem.attention, &g, buffers.workspace(), buffers.workspace_bytes()));
 }
 
 // --- one handler per pass and platform -----------------------------------------------------------
 
 ffi::Error forward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
-                          Words attention_pointers) {
-  return forward(kCpu, arguments, results, attention, attention_pointers);
+                          Words attention_pointers, Words mask, Words mask_pointers) {
+  return forward(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers});
 }
 
 ffi::Error backward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                           Words attention, Words attention_pointers, Words gradients,
-                           Words gradients_pointers) {
-  return backward(kCpu, arguments, results, attention, attention_pointers, gradients,
-                  gradients_pointers);
+                           Words attention, Words attention_pointers, Words mask,
+                           Words mask_pointers, Words gradients, Words gradients_pointers) {
+  return backward(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
+                  gradients, gradients_pointers);
 }
 
 ffi::Error forward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
-                           ffi::RemainingRets results, Words attention, Words attention_pointers) {
+                           ffi::RemainingRets results, Words attention, Words attention_pointers,
+                           Words mask, Words mask_pointers) {
   const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
-  return forward(device, arguments, results, attention, attention_pointers);
+  return forward(device, arguments, results, {attention, attention_pointers, mask, mask_pointers});
 }
 
 ffi::Error backward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
                             ffi::RemainingRets results, Words attention, Words attention_pointers,
-                            Words gradients, Words gradients_pointers) {
+                            Words mask, Words mask_pointers, Words gradients,
+                            Words gradients_pointers) {
   const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
-  return backward(device, arguments, results, attention, attention_pointers, gradients,
-                  gradients_pointers);
+  return backward(device, arguments, results, {attention, attention_pointers, mask, mask_pointers},
+                  gradients, gradients_pointers);
 }
 
 auto bind_cpu() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets(); }
@@ -175,7 +196,9 @@ template <class Binding>
 auto with_attention(Binding&& binding) {
   return std::move(binding)
       .template Attr<Words>("attention")
-      .template Attr<Words>("attention_pointers");
+      .template Attr<Words>("attention_pointers")
+      .template Attr<Words>("mask")
+      .template Attr<Words>("mask_pointers");
 }
 
 template <class Binding>

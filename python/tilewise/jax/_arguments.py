@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewise import _check
+from tilewise import _check, masks
 from tilewise._request import Request, Sequences
 
 from ._problem import Problem
@@ -132,6 +132,12 @@ def _scale(scale: Any, head_dim: int, arrays: Arrays) -> float:
     return 1.0
 
 
+def _mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> Arrays:
+    masks.check(mask, batch, heads, lengths)
+    arrays = [as_array("the array of mask", x) for x in mask.arguments()]
+    return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
+
+
 def problem(
     arrays: Arrays,
     batch: int,
@@ -166,6 +172,11 @@ def problem(
             factors = _float32(name, getattr(request, name))
             _check.descale(name, factors, _check.is_float8(k.dtype), batch, heads_kv)
             arrays[name] = jnp.broadcast_to(factors, (batch, heads_kv))
+    if request.mask is not None:
+        row = 2 if heads_first else 1
+        lengths = (q.shape[row], k.shape[row]) if q.ndim == 4 else None
+        arrays |= _mask(request.mask, batch, heads, lengths)
+        numbers |= request.mask.numbers()
     dropout_p = _check.dropout(request.dropout_p)
     if dropout_p > 0.0:
         arrays["dropout_state"] = dropout_state(dropout_seed)

@@ -20,7 +20,7 @@ def attention(
     sinks: Any = None, dropout_p: float = 0.0, dropout_seed: Any = None,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    layout: str = "bshd",
+    layout: str = "bshd", mask: Any = None,
 ) -> Any:  # fmt: skip
     """``tilewise.attention`` on JAX arrays: exact attention of equal-length sequences.
 
@@ -55,7 +55,7 @@ def attention(
         arrays["bias"] = _arguments.full_keys(full, k.shape[rows])
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask=mask,
     )  # fmt: skip
     problem = _arguments.problem(arrays, q.shape[0], request, dropout_seed, heads_first)
     out, lse = _autodiff.attend(problem, arrays)
@@ -70,7 +70,7 @@ def attention_varlen(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     dropout_seed: Any = None, return_lse: bool = False, deterministic: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None,
+    v_descale: Any = None, mask: Any = None,
 ) -> Any:  # fmt: skip
     """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
 
@@ -110,7 +110,7 @@ def attention_varlen(
         rows, keys = _check.bounds_of_bias(full.shape, rows, keys)
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask=mask,
     )  # fmt: skip
     problem = _arguments.problem(
         arrays, batch, request, dropout_seed, max_seqlen_q=rows, max_seqlen_k=keys

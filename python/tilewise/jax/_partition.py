@@ -3,7 +3,7 @@
 The batch and the heads of keys and values can be divided; each device then computes a problem of
 its own. Gradients of what these share, such as the sinks of all sequences, are summed. Everything
 else is gathered: rows and columns, and the whole call if it drops weights, because dropout bits are
-numbered by batch row and head.
+numbered by batch row and head, or has a mask, whose lists are per batch row and head.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _roles(problem: Problem, given: Shapes, name: str, shape: Shape) -> _Roles:
     """The role of each dimension of an array. Dimensions of size 1 of a bias have none."""
     rank = len(shape.shape)
     batch = None if "cu_seqlens_q" in given else _BATCH
-    if "dropout_state" in given:
+    if "dropout_state" in given or "mask_first" in given:
         return (None,) * rank
     if name in ("q", "k", "v", "out", "dout"):
         if rank == 3:

@@ -48,6 +48,9 @@ class Problem(NamedTuple):
     deterministic: bool = False
     tf32: bool = False
     batch_invariant: bool = False
+    mask_heads: int = 0  # of a mask of blocks, as are the next two
+    mask_rows: int = 0
+    mask_keys: int = 0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -128,7 +131,13 @@ def _call(describe: Any, device: int) -> Call:
     size = _describe.plan(library, a, g).workspace_bytes
     if device == _abi.CUDA:  # other kernels run where rows are not aligned
         size = max(size, _describe.plan(library, *describe(_UNALIGNED)).workspace_bytes)
-    attributes = {"attention_pointers": _take_pointers(a), "attention": _words(a)}
+    none = np.zeros(0, np.int64)
+    attributes = {"mask_pointers": none, "mask": none}
+    if a.mask:
+        mask = a.mask.contents
+        attributes = {"mask_pointers": _take_pointers(mask), "mask": _words(mask)}
+        a.mask = None
+    attributes |= {"attention_pointers": _take_pointers(a), "attention": _words(a)}
     if g is not None:
         attributes |= {"gradients_pointers": _take_pointers(g), "gradients": _words(g)}
     return Call(attributes, size + _WORKSPACE_ALIGNMENT)
