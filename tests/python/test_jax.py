@@ -4,7 +4,6 @@ an environment that has JAX."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -13,20 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 jax = pytest.importorskip("jax", reason="JAX is not installed: `make test-jax` installs it")
 import jax.numpy as jnp
 import torch
-from jax.sharding import PartitionSpec as P
 
 import tilewise
 import tilewise.jax as tj
 from bounds import check_gradients, check_lse, check_out
 from cases import Built, Case
+from jax_arrays import ON_GPU, close, random, same
 
-jax.config.update("jax_default_matmul_precision", "highest")  # of the functions to compare with
-ON_GPU = jax.default_backend() == "gpu"
-two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 ROOT = Path(__file__).resolve().parents[2]
 FLOATS = {torch.float32: jnp.float32, torch.float16: jnp.float16, torch.bfloat16: jnp.bfloat16}
 
@@ -89,23 +84,6 @@ def to_float64(array, rank):
 
 def heads_last(per_head):
     return to_float64(jnp.swapaxes(per_head, -1, -2), 2)
-
-
-def random(*shapes, dtype=jnp.float32, seed=3):
-    generator = np.random.default_rng(seed)
-    return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
-
-
-def same(got, want):
-    """Whether the bits are equal; on a GPU, where plans depend on the batch, nearly."""
-    if ON_GPU:
-        close(got, want, 1e-5)
-        return True
-    return jax.tree.all(jax.tree.map(np.array_equal, got, want))
-
-
-def close(got, want, bound=2e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=bound, rtol=bound), got, want)
 
 
 def yard_of(built, want):
@@ -281,30 +259,6 @@ def test_vmap_folds_into_one_call():
     assert same(mapped(q, slopes), pieces(lambda q: pieces(attend, 5)(q, slopes), 3)(q))
 
 
-@two_devices
-@pytest.mark.parametrize("split", ["batch", "heads"])
-def test_shard_map(split):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    q, k, v, sinks, bias = random(
-        (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (4,), (1, 1, 9, 11)
-    )
-    rows = P("x") if split == "batch" else P(None, None, "x")
-    specs = (rows, rows, rows, P() if split == "batch" else P("x"), P())
-
-    def attend(q, k, v, sinks, bias):
-        return tj.attention(q, k, v, sinks=sinks, bias=bias, causal=True)
-
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=rows)
-
-    def gradients(function):
-        return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2, 3, 4))
-
-    given = (q, k, v, sinks, bias)
-    assert same(sharded(*given), attend(*given))
-    assert same(jax.jit(sharded)(*given), attend(*given))
-    close(jax.jit(gradients(sharded))(*given), gradients(attend)(*given), 1e-5)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -439,61 +393,6 @@ def test_other_frameworks_arrays_name_this_module():
         tilewise.attention(q, q, q)
     with pytest.raises(TypeError, match=r"q is a jax\.Array, .* use tilewise\.jax"):
         jax.jit(tilewise.attention)(q, q, q)
-
-
-SHARDED = {
-    "batch": ("Auto", P("x")),
-    "heads": ("Auto", P(None, None, "x")),
-    "rows, which are gathered": ("Auto", P(None, "x")),
-    "explicit axes, which are gathered": ("Explicit", P(None, None, None, "x")),
-}
-
-
-@two_devices
-@pytest.mark.parametrize("name", SHARDED)
-def test_jit_of_sharded_arrays(name):
-    """Batch and heads stay where they are; gradients of what their parts share are summed."""
-    kind, spec = SHARDED[name]
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-    q, k, bias, sinks = random((2, 10, 4, 16), (2, 10, 2, 16), (1, 1, 10, 10), (4,))
-
-    def loss(q, k, bias, sinks, scale):
-        return (tj.attention(q, k, k, bias=bias, sinks=sinks, scale=scale) ** 2).sum()
-
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
-    given = q, k, bias, sinks, jnp.float32(0.3)
-    specs = (spec, spec, P(), P("x") if name == "heads" else P(), P())
-    cut = [
-        jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        for x, spec in zip(given, specs, strict=True)
-    ]
-    compiled = gradient.lower(*cut).compile()
-    gathers = " all-gather(" in compiled.as_text()
-    assert gathers == ("gathered" in name)
-    close(compiled(*cut), gradient(*given), 1e-5)
-
-
-@two_devices
-@pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
-def test_jit_of_sharded_heads(option):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    starts = jnp.array([0, 3, 8], jnp.int32)
-    q, k = random((8, 4, 16), (8, 2, 16))
-    run = {
-        "packed": lambda q, k: tj.attention_varlen(q, k, k, starts, starts, causal=True),
-        "pages": lambda q, k: tj.attention_with_kvcache(
-            q[:2, None], k.reshape(4, 2, 2, 16), k.reshape(4, 2, 2, 16),
-            block_table=jnp.array([[3, 0], [1, 2]], jnp.int32), cache_seqlens=starts[1:] // 2,
-        ),
-        "dropout": lambda q, k: tj.attention(
-            q[None], k[None], k[None], dropout_p=0.5, dropout_seed=3
-        ),
-    }[option]  # fmt: skip
-    cut = [jax.device_put(x, jax.sharding.NamedSharding(mesh, P(None, "x"))) for x in (q, k)]
-    compiled = jax.jit(run).lower(*cut).compile()
-    # Dropout bits are numbered by head, so that call is not divided.
-    assert (" all-gather(" in compiled.as_text()) == (option == "dropout")
-    assert same(compiled(*cut), run(q, k))
 
 
 def test_example(tmp_path, monkeypatch, capsys):
