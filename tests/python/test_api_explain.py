@@ -140,9 +140,9 @@ def test_explain_names_a_backward_only_where_one_exists():
     given = dict(cu_seqlens_q=starts, block_table=table)
     assert isinstance(tilewise.explain(q, pages, pages, **given).backward, tilewise.Plan)
     arrays = {name: value.numpy() for name, value in given.items()}
-    told = tilewise.explain(q.numpy(), pages.numpy(), pages.numpy(), **arrays)
-    assert isinstance(told.forward, tilewise.Plan)
-    assert "takes no block_table" in told.backward
+    explanation = tilewise.explain(q.numpy(), pages.numpy(), pages.numpy(), **arrays)
+    assert isinstance(explanation.forward, tilewise.Plan)
+    assert "takes no block_table" in explanation.backward
     taken = inspect.signature(tilewise.attention_backward).parameters
     assert "cu_seqlens_q" in taken and "block_table" not in taken
 
