@@ -1,5 +1,5 @@
-// How a call is rejected: a check throws an exception with one sentence, which the entry point
-// turns into a status and the last error.
+// How a call is rejected: a check throws an exception with an error message, and the entry point
+// turns it into a status and the last error.
 #pragma once
 
 #include <sstream>

@@ -41,7 +41,7 @@ Device this_gpu(int32_t index);
 std::string forced_table_problem(const Device& device);
 
 // Forces an instruction set for the process, or returns to the best one if `name` is null. Returns
-// a sentence that says why it cannot, empty on success.
+// the reason if it cannot, empty on success.
 std::string select_isa(const char* name);
 
 // Why TILEWISE_NUM_THREADS or TILEWISE_CPU cannot be honoured; empty if they can, are not set, or

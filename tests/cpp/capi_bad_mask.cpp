@@ -1,5 +1,5 @@
 // Every field of tilewise_mask with invalid values, and every column of its entries: forward and
-// backward refuse them with a sentence, and nothing is written.
+// backward refuse them with an error message, and nothing is written.
 #include "capi_support.h"
 
 namespace capi_test {

@@ -1,4 +1,4 @@
-// Tests of threads that meet, threads that never do, and the order of blocks.
+// Tests of barriers, deadlocks, flags, launches, and the order of blocks.
 #include <thread>
 #include <vector>
 

@@ -40,7 +40,7 @@ def inputs():
 
 
 def rows_of_the_table(group):
-    """Whether each row gives the rows of the whole result; by the name of the function there."""
+    """Whether the call in each row of the table gives this rank's part of the whole result."""
     rank = torch.distributed.get_rank(group)
     q, k, v = inputs()
     whole = {c: tilewise.attention(q, k, v, causal=c, return_lse=True) for c in (False, True)}
