@@ -21,7 +21,7 @@ struct TileWalk {
   TILEWISE_FN int64_t after(int64_t tile) const { return next_visited(tile + 1); }
   TILEWISE_FN int64_t end() const { return tiles.end; }
 
-  // How much of the tile the mask shows the panel; the band may hide more.
+  // The coverage of the tile for a panel by the mask alone; the band may hide more.
   TILEWISE_FN Coverage of(int64_t tile, int64_t panel) const {
     if (coverage == nullptr) return Coverage::full;
     return static_cast<Coverage>(coverage[(tile - tiles.begin) * panels + panel]);

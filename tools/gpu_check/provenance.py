@@ -28,9 +28,9 @@ def source_hash(root: Path = ROOT, without: Iterable[Path] = ()) -> str:
     comments and layout do not count.
     """
     digest = hashlib.sha256()
-    for folder in KERNEL_SOURCES:
-        for path in sorted((root / folder).rglob("*")):
-            left_out = any(path.is_relative_to(each) for each in without)
+    for source in KERNEL_SOURCES:
+        for path in sorted((root / source).rglob("*")):
+            left_out = any(path.is_relative_to(folder) for folder in without)
             if path.is_file() and not path.name.startswith(".") and not left_out:
                 digest.update(path.relative_to(root).as_posix().encode() + b"\0")
                 digest.update(LAYOUT.sub(rb"\1", path.read_bytes()) + b"\0")

@@ -108,7 +108,7 @@ class ExactRow {
     }
   }
 
-  // The same as a call, which takes 20 registers less: the combine kernels have few.
+  // The same as a call, which takes 20 fewer registers: the combine kernels have few.
   TILEWISE_COLD void call_add_keys(int64_t first) { add_keys(first); }
 
   TILEWISE_DEVICE const K* row_of(const tilewise_tensor& view, int64_t key) const {
