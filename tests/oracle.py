@@ -1,5 +1,5 @@
 """Exact attention in float64, forward and backward: the reference that every kernel is compared
-with.
+with, and its tangents (forward mode) and second derivatives.
 
 Written from the definition of the options (the comment in tilewise.h), not from the kernels, with
 explicit formulas for every gradient. It uses NumPy only and one dense N x N matrix per sequence:
@@ -11,7 +11,7 @@ the same to the mathematics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,42 @@ class Result:
     dv_size: float
     dsinks_size: Array
     dscale_size: float
+
+
+@dataclass
+class Tangents:
+    """Derivatives of the inputs along one direction, in their shapes; None is 0."""
+
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    scale: float | None = None
+
+
+@dataclass
+class TangentResult:
+    """Tangents of out [N, Hq, Dv] and lse [N, Hq]; and the gradients of a loss of out, lse and
+    these tangents, shaped as their inputs."""
+
+    out: Array
+    lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsinks: Array
+    dscale: float
+    # Norms of what is summed, to judge cancellation, as in Result: of the terms of an element of
+    # out and lse; per sequence, of the terms of the gradients of each score and its tangent; of
+    # those of an element of dv, dsinks and dscale.
+    out_size: float = 0.0
+    lse_size: float = 0.0
+    ds_sizes: list[Array] = field(default_factory=list)
+    dv_size: float = 0.0
+    dsinks_size: float = 0.0
+    dscale_size: float = 0.0
 
 
 def sequences_of(
@@ -199,19 +235,20 @@ def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
     return b[:, : rows if b.shape[1] > 1 else 1, :keys]
 
 
-def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array]:
-    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band and
-    mask; and the derivative of the softcap."""
+def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array, Array]:
+    """Scores from q.k [Hq, n, m], in the order scale, softcap, ALiBi, bias, band and mask;
+    and the first and second derivative of the softcap."""
     n, m = raw.shape[1:]
     s = o.scale * raw
-    capped = np.ones_like(s)
+    capped, bent = np.ones_like(s), np.zeros_like(s)
     if o.softcap > 0:
         t = np.tanh(s / o.softcap)
-        s, capped = o.softcap * t, 1 - t * t
+        s, capped, bent = o.softcap * t, 1 - t * t, -2 * t * (1 - t * t) / o.softcap
     if o.slopes is not None:
         s = s - o.slopes[batch][:, None, None] * np.abs(aligned(o, batch, n, m) - np.arange(m))
     s = s + sequence_bias(o, batch, n, m)
-    return np.where(visible(o, batch, n, m) & sequence_mask(o, batch, n, m), s, -np.inf), capped
+    seen = visible(o, batch, n, m) & sequence_mask(o, batch, n, m)
+    return np.where(seen, s, -np.inf), capped, bent
 
 
 def exp_of_sink(sink: Array, base: Array) -> Array:
@@ -219,6 +256,69 @@ def exp_of_sink(sink: Array, base: Array) -> Array:
     weight."""
     with np.errstate(invalid="ignore"):
         return np.where(sink == base, 1.0, np.exp(sink - base))
+
+
+@dataclass
+class Weights:
+    """The softmax of one sequence, and the tensors that it is made of, per query head."""
+
+    q: Array  # [Hq, n, D]
+    k: Array  # [Hq, m, D]
+    v: Array  # [Hq, m, Dv]
+    raw: Array  # q.k [Hq, n, m]
+    capped: Array  # first derivative of the softcap
+    bent: Array  # second derivative of the softcap
+    lse: Array  # [Hq, n]
+    p: Array
+    p_sink: Array  # [Hq, n]
+    drop: Array  # factors of dropout
+
+    group: int  # query heads per head of k and v
+
+    def per_kv_head(self, x: Array) -> Array:
+        """[Hq, m, :] summed over the group, as [m, Hkv, :]."""
+        return (
+            x.reshape(len(x) // self.group, self.group, *x.shape[1:]).sum(axis=1).transpose(1, 0, 2)
+        )
+
+
+def by_head(x: Array, indices: Index, group: int = 1) -> Array:
+    """The rows of one sequence as [Hq, n, :]."""
+    return np.repeat(x[indices], group, axis=1).transpose(1, 0, 2)
+
+
+def weights(q: Array, k: Array, v: Array, sequence: SequenceIndices, o: Options) -> Weights:
+    """Softmax with an optional sink; a row that sees no key has lse = -inf and p = 0."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    qh = by_head(q, sequence.rows)
+    kh, vh = by_head(k, sequence.keys, group), by_head(v, sequence.keys, group)
+    raw = qh @ kh.transpose(0, 2, 1)
+    s, capped, bent = scores(o, sequence.batch, raw)
+    sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
+    top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
+    base = np.where(np.isneginf(top), 0.0, top)
+    total = np.exp(s - base[:, :, None]).sum(axis=2) + exp_of_sink(sink[:, None], base)
+    with np.errstate(divide="ignore"):
+        lse = base + np.log(total)
+    safe = np.where(np.isneginf(lse), 0.0, lse)
+    p = np.exp(s - safe[:, :, None])
+    drop = np.ones_like(p)
+    if o.dropout_p > 0:
+        keep = kept(o, sequence.batch, heads, *raw.shape[1:])
+        drop = keep / (1 - float(np.float32(o.dropout_p)))
+    p_sink = exp_of_sink(sink[:, None], safe)
+    return Weights(qh, kh, vh, raw, capped, bent, lse, p, p_sink, drop, group)
+
+
+def add_to_bias(dbias: Array | None, ds: Array, batch: int) -> None:
+    """Adds the gradient of the scores [Hq, n, m] of one sequence, summed where the bias has 1."""
+    if dbias is None:
+        return
+    batch_size, bias_heads, bias_rows = dbias.shape[:3]
+    reduced = ds.sum(axis=0, keepdims=True) if bias_heads == 1 else ds
+    reduced = reduced.sum(axis=1, keepdims=True) if bias_rows == 1 else reduced
+    at = batch if batch_size > 1 else 0
+    dbias[at, :, : reduced.shape[1], : ds.shape[2]] += reduced
 
 
 def attention(
@@ -233,7 +333,7 @@ def attention(
 ) -> Result:
     """q [N, Hq, D], k [M, Hkv, D], v [M, Hkv, Dv], dout [N, Hq, Dv], dlse [N, Hq] or None (zero).
     `grad_keys` rows in dk and dv (default M)."""
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    heads = q.shape[1]
     grad_keys = k.shape[0] if grad_keys is None else grad_keys
     r = Result(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
@@ -243,27 +343,10 @@ def attention(
         ds_sizes=[], dv_size=0.0, dsinks_size=np.zeros(heads), dscale_size=0.0,
     )  # fmt: skip
     for sequence in sequences:
-        n, m = len(sequence.rows), len(sequence.keys)
-        qh = q[sequence.rows].transpose(1, 0, 2)  # [Hq, n, D]
-        kh = np.repeat(k[sequence.keys], group, axis=1).transpose(1, 0, 2)  # [Hq, m, D]
-        vh = np.repeat(v[sequence.keys], group, axis=1).transpose(1, 0, 2)
-
-        raw = qh @ kh.transpose(0, 2, 1)
-        s, capped = scores(o, sequence.batch, raw)
-
-        # Softmax with an optional sink; a row that sees no key has lse = -inf and p = 0.
-        sink = np.full(heads, -np.inf) if o.sinks is None else o.sinks
-        top = np.maximum(s.max(axis=2, initial=-np.inf), sink[:, None])
-        base = np.where(np.isneginf(top), 0.0, top)
-        total = np.exp(s - base[:, :, None]).sum(axis=2) + exp_of_sink(sink[:, None], base)
-        with np.errstate(divide="ignore"):
-            lse = base + np.log(total)
-        safe = np.where(np.isneginf(lse), 0.0, lse)
-        p = np.exp(s - safe[:, :, None])
-        p_sink = exp_of_sink(sink[:, None], safe)
-        drop = np.ones_like(p)
-        if o.dropout_p > 0:
-            drop = kept(o, sequence.batch, heads, n, m) / (1 - float(np.float32(o.dropout_p)))
+        n = len(sequence.rows)
+        w = weights(q, k, v, sequence, o)
+        qh, kh, vh, raw, lse = w.q, w.k, w.v, w.raw, w.lse
+        p, p_sink, drop = w.p, w.p_sink, w.drop
         r.out[sequence.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
         r.out_size = max(r.out_size, np.sqrt(np.nanmax((p * drop) ** 2 @ vh**2, initial=0)))
         r.lse[sequence.rows] = lse.T
@@ -272,34 +355,108 @@ def attention(
 
         # Backward. With L the loss: dp = dL/dp, delta_i = sum_j p_ij dp_ij, and every score's
         # gradient is p (dp - delta), plus p dlse because d lse_i / d s_ij = p_ij.
-        doh = dout[sequence.rows].transpose(1, 0, 2)
+        doh = by_head(dout, sequence.rows)
         dl = np.zeros((heads, n)) if dlse is None else dlse[sequence.rows].T
         dp = drop * (doh @ vh.transpose(0, 2, 1))
         delta = (p * dp).sum(axis=2)
         ds = p * (dp - delta[:, :, None] + dl[:, :, None])
-        d_scaled = ds * capped
-
-        def per_kv_head(x: Array) -> Array:  # [Hq, m, :] summed over the group to [m, Hkv, :]
-            return x.reshape(heads // group, group, *x.shape[1:]).sum(axis=1).transpose(1, 0, 2)
+        d_scaled = ds * w.capped
 
         r.dq[sequence.rows] += (o.scale * d_scaled @ kh).transpose(1, 0, 2)
-        np.add.at(r.dk, sequence.grad_keys, per_kv_head(o.scale * d_scaled.transpose(0, 2, 1) @ qh))
-        np.add.at(r.dv, sequence.grad_keys, per_kv_head((p * drop).transpose(0, 2, 1) @ doh))
+        np.add.at(
+            r.dk, sequence.grad_keys, w.per_kv_head(o.scale * d_scaled.transpose(0, 2, 1) @ qh)
+        )
+        np.add.at(r.dv, sequence.grad_keys, w.per_kv_head((p * drop).transpose(0, 2, 1) @ doh))
         r.dsinks += (p_sink * (dl - delta)).sum(axis=1)
         r.dscale += float((d_scaled * raw).sum())
-        if r.dbias is not None:
-            batch_size, bias_heads, bias_rows = r.dbias.shape[:3]
-            reduced = ds.sum(axis=0, keepdims=True) if bias_heads == 1 else ds
-            reduced = reduced.sum(axis=1, keepdims=True) if bias_rows == 1 else reduced
-            at = sequence.batch if batch_size > 1 else 0
-            r.dbias[at, :, : reduced.shape[1], :m] += reduced
+        add_to_bias(r.dbias, ds, sequence.batch)
 
         norm = drop * np.sqrt((doh**2) @ (vh**2).transpose(0, 2, 1))
         row = np.where(np.isneginf(lse), 0.0, norm.max(axis=2, initial=0) + np.abs(dl))
         r.ds_sizes.append(p * row[:, :, None])
-        sums = per_kv_head((p * drop).transpose(0, 2, 1) ** 2 @ np.ones((heads, n, 1)))
+        sums = w.per_kv_head((p * drop).transpose(0, 2, 1) ** 2 @ np.ones((heads, n, 1)))
         r.dv_size = max(r.dv_size, float(np.sqrt(sums.max(initial=0))))
         r.dsinks_size += ((p_sink * row) ** 2).sum(axis=1)
         r.dscale_size += float((((p * np.abs(raw)).sum(axis=2) * row) ** 2).sum())
     r.dsinks_size, r.dscale_size = np.sqrt(r.dsinks_size), float(np.sqrt(r.dscale_size))
+    return r
+
+
+def tangents(
+    q: Array,
+    k: Array,
+    v: Array,
+    sequences: list[SequenceIndices],
+    o: Options,
+    t: Tangents,
+    incoming: tuple[Array, Array, Array, Array] | None = None,
+) -> TangentResult:
+    """The tangents of out and lse along t. `incoming` are the gradients of out, lse and these two
+    tangents, for the gradients of q, k, v, bias, sinks and scale."""
+    group = q.shape[1] // k.shape[1]
+    r = TangentResult(
+        out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.zeros(q.shape[:2]), dq=np.zeros(q.shape),
+        dk=np.zeros(k.shape), dv=np.zeros(v.shape), dsinks=np.zeros(q.shape[1]), dscale=0.0,
+        dbias=None if o.bias is None else np.zeros(o.bias.shape),
+    )  # fmt: skip
+    qt = np.zeros(q.shape) if t.q is None else t.q
+    kt = np.zeros(k.shape) if t.k is None else t.k
+    vt = np.zeros(v.shape) if t.v is None else t.v
+    scale_t = 0.0 if t.scale is None else t.scale
+    sink_t = np.zeros(q.shape[1]) if t.sinks is None else t.sinks
+    for sequence in sequences:
+        w = weights(q, k, v, sequence, o)
+        qth = by_head(qt, sequence.rows)
+        kth, vth = by_head(kt, sequence.keys, group), by_head(vt, sequence.keys, group)
+        raw_t = qth @ w.k.transpose(0, 2, 1) + w.q @ kth.transpose(0, 2, 1)
+        scaled_t = o.scale * raw_t + scale_t * w.raw
+        s_t = w.capped * scaled_t
+        if t.bias is not None:
+            bias_of = Options(o.scale, bias=t.bias)
+            s_t = s_t + sequence_bias(bias_of, sequence.batch, *s_t.shape[1:])
+        pd = w.p * w.drop
+        mean = (w.p * s_t).sum(axis=2) + w.p_sink * sink_t[:, None]
+        centred = s_t - mean[:, :, None]
+        r.out[sequence.rows] = (pd @ vth + (pd * centred) @ w.v).transpose(1, 0, 2)
+        r.lse[sequence.rows] = mean.T
+        terms = pd**2 @ vth**2 + (pd * centred) ** 2 @ w.v**2
+        r.out_size = max(r.out_size, float(np.sqrt(terms.max(initial=0))))
+        r.lse_size = max(r.lse_size, float(np.sqrt(((w.p * s_t) ** 2).sum(axis=2).max(initial=0))))
+        if incoming is None:
+            continue
+
+        # With L the loss: dp = dL/dp, where lse_t = sum of p s_t also depends on p.
+        dout, dlse, dout_t, dlse_t = (x[sequence.rows] for x in incoming)
+        a, b = dout.transpose(1, 0, 2), dout_t.transpose(1, 0, 2)
+        e = w.drop * (b @ w.v.transpose(0, 2, 1))
+        through_mean = (w.p * e).sum(axis=2) - dlse_t.T
+        ds_t = w.p * (e - through_mean[:, :, None])
+        dp = w.drop * (a @ w.v.transpose(0, 2, 1) + b @ vth.transpose(0, 2, 1))
+        dp = dp + centred * e - s_t * through_mean[:, :, None]
+        dp_sink = -sink_t[:, None] * through_mean
+        mean_dp = (w.p * dp).sum(axis=2) + w.p_sink * dp_sink
+        ds = w.p * (dp + (dlse.T - mean_dp)[:, :, None])
+        dz_t = w.capped * ds_t
+        dz = w.capped * ds + w.bent * scaled_t * ds_t
+        dx, dx_t = o.scale * dz + scale_t * dz_t, o.scale * dz_t
+        r.dq[sequence.rows] += (dx @ w.k + dx_t @ kth).transpose(1, 0, 2)
+        dk = dx.transpose(0, 2, 1) @ w.q + dx_t.transpose(0, 2, 1) @ qth
+        dv = pd.transpose(0, 2, 1) @ a + (pd * centred).transpose(0, 2, 1) @ b
+        np.add.at(r.dk, sequence.keys, w.per_kv_head(dk))
+        np.add.at(r.dv, sequence.keys, w.per_kv_head(dv))
+        r.dsinks += (w.p_sink * (dp_sink - mean_dp + dlse.T)).sum(axis=1)
+        r.dscale += float((dz * w.raw + dz_t * raw_t).sum())
+        add_to_bias(r.dbias, ds, sequence.batch)
+        norm = np.sqrt(a**2 @ (w.v**2).transpose(0, 2, 1) + b**2 @ (vth**2).transpose(0, 2, 1))
+        norm = norm + (1 + np.abs(centred)) * np.sqrt(b**2 @ (w.v**2).transpose(0, 2, 1))
+        row = (w.drop * norm).max(axis=2, initial=0) + np.abs(dlse.T) + np.abs(dlse_t.T)
+        row = row * (1 + np.abs(s_t).max(axis=2, initial=0) + np.abs(mean))
+        r.ds_sizes.append(w.p * row[:, :, None])
+        dv_terms = (pd**2).transpose(0, 2, 1) @ a**2 + ((pd * centred) ** 2).transpose(
+            0, 2, 1
+        ) @ b**2
+        r.dv_size = max(r.dv_size, float(np.sqrt(w.per_kv_head(dv_terms).max(initial=0))))
+        r.dsinks_size = float(np.hypot(r.dsinks_size, np.linalg.norm(w.p_sink * row)))
+        of_scale = (w.p * (np.abs(w.raw) + np.abs(raw_t))).sum(axis=2) * row
+        r.dscale_size = float(np.hypot(r.dscale_size, np.linalg.norm(of_scale)))
     return r

@@ -344,6 +344,31 @@ inline void backward(const tilewise_attention& attention, const tilewise_gradien
   check(tilewise_backward(&attention, &gradients, workspace.reserve(bytes), bytes));
 }
 
+// Forward mode and second derivatives: the plan of tilewise_jvp, or with gradients that of
+// tilewise_second.
+inline tilewise_plan_info plan(const tilewise_attention& attention,
+                               const tilewise_tangents& tangents,
+                               const tilewise_gradients* gradients = nullptr) {
+  tilewise_plan_info info{};
+  info.struct_size = sizeof(info);
+  check(tilewise_plan_tangents(&attention, &tangents, gradients,
+                               gradients != nullptr ? TILEWISE_PASS_SECOND : TILEWISE_PASS_JVP,
+                               &info));
+  return info;
+}
+
+inline void jvp(const tilewise_attention& attention, const tilewise_tangents& tangents,
+                Workspace& workspace) {
+  const int64_t bytes = plan(attention, tangents).workspace_bytes;
+  check(tilewise_jvp(&attention, &tangents, workspace.reserve(bytes), bytes));
+}
+
+inline void second(const tilewise_attention& attention, const tilewise_tangents& tangents,
+                   const tilewise_gradients& gradients, Workspace& workspace) {
+  const int64_t bytes = plan(attention, tangents, &gradients).workspace_bytes;
+  check(tilewise_second(&attention, &tangents, &gradients, workspace.reserve(bytes), bytes));
+}
+
 // out = softmax(scale * q k^T) v in one call. Pass a workspace to reuse its memory between calls.
 inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                       const Tensor& out, const Options& options, Workspace& workspace,

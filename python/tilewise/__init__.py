@@ -16,6 +16,7 @@ from .api import attention, attention_varlen, merge_states
 
 if TYPE_CHECKING:
     from ._numpy import attention_backward
+    from ._numpy_tangents import Tangents, attention_jvp, attention_second
     from .kvcache import attention_with_kvcache
 
     __version__: str
@@ -25,9 +26,12 @@ __all__ = [
     "IndexFault",
     "Kernel",
     "Plan",
+    "Tangents",
     "__version__",
     "attention",
     "attention_backward",
+    "attention_jvp",
+    "attention_second",
     "attention_varlen",
     "attention_with_kvcache",
     "capabilities",
@@ -39,7 +43,13 @@ __all__ = [
 ]
 
 # Names that need a framework, and the modules that define them.
-_LAZY = {"attention_backward": "_numpy", "attention_with_kvcache": "kvcache"}
+_LAZY = {
+    "Tangents": "_numpy_tangents",
+    "attention_backward": "_numpy",
+    "attention_jvp": "_numpy_tangents",
+    "attention_second": "_numpy_tangents",
+    "attention_with_kvcache": "kvcache",
+}
 
 
 def __getattr__(name: str) -> Any:

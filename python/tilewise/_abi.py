@@ -27,7 +27,7 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3}
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 CPU, CUDA = 0, 1
 DEVICE_NAMES = {CPU: "cpu", CUDA: "cuda"}
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, JVP, SECOND = range(4)
 MASK_RANGES, MASK_BLOCKS = 1, 2
 MASK_BLOCK = 128  # rows and keys of a block of a mask
 
@@ -170,6 +170,30 @@ class Gradients(ctypes.Structure):
     ]
 
 
+class Tangents(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("out", Tensor),
+        ("lse", c_void_p),
+        ("lse_stride_batch", c_int64),
+        ("lse_stride_head", c_int64),
+        ("bias", c_void_p),
+        ("bias_stride_batch", c_int64),
+        ("bias_stride_head", c_int64),
+        ("bias_stride_row", c_int64),
+        ("sinks", c_void_p),
+        ("scale", c_void_p),
+        ("dout", Tensor),
+        ("dlse", c_void_p),
+        ("dlse_stride_batch", c_int64),
+        ("dlse_stride_head", c_int64),
+    ]
+
+
 class PlanInfo(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         ("struct_size", c_uint32),
@@ -195,6 +219,8 @@ class KernelInfo(ctypes.Structure):
         ("reserved", c_int32),
         ("name", c_char * 64),
         ("requires_", c_char * 96),
+        ("jvp", c_int32),
+        ("second", c_int32),
     ]
 
 
@@ -241,6 +267,21 @@ def declare(library: ctypes.CDLL) -> None:
         "plan": (c_int32, [POINTER(Attention), POINTER(Gradients), c_int32, POINTER(PlanInfo)]),
         "forward": (c_int32, [POINTER(Attention), c_void_p, c_int64]),
         "backward": (c_int32, [POINTER(Attention), POINTER(Gradients), c_void_p, c_int64]),
+        "plan_tangents": (
+            c_int32,
+            [
+                POINTER(Attention),
+                POINTER(Tangents),
+                POINTER(Gradients),
+                c_int32,
+                POINTER(PlanInfo),
+            ],
+        ),
+        "jvp": (c_int32, [POINTER(Attention), POINTER(Tangents), c_void_p, c_int64]),
+        "second": (
+            c_int32,
+            [POINTER(Attention), POINTER(Tangents), POINTER(Gradients), c_void_p, c_int64],
+        ),
         "version": (c_char_p, []),
         "abi_version": (c_uint32, []),
         "last_error": (c_char_p, []),

@@ -29,6 +29,8 @@ class Kernel:
     backward: bool
     available: bool
     requires: str
+    jvp: bool = False  # the tangents of forward mode
+    second: bool = False  # the gradients through these tangents
 
 
 def capabilities() -> list[Kernel]:
@@ -51,6 +53,8 @@ def capabilities() -> list[Kernel]:
                 available=available,
                 requires=info.requires_.decode()
                 + (_oldest_code(name, code) if describes_code else ""),
+                jvp=bool(info.jvp),
+                second=bool(info.second),
             )
         )
     return rows

@@ -183,10 +183,20 @@ def _pointer(view: View | None) -> int | None:
     return None if view is None else view.pointer
 
 
-def plan(library: ctypes.CDLL, a: Any, gradients: Any) -> Any:
-    """The PlanInfo of the kernel that would run. ``gradients`` is None for the forward."""
+def plan(library: ctypes.CDLL, a: Any, gradients: Any, tangents: Any = None) -> Any:
+    """The PlanInfo of the kernel that would run.
+
+    ``gradients`` is None for the forward and for jvp, ``tangents`` for forward and backward.
+    """
     info = _abi.sized(_abi.PlanInfo)
-    which = _abi.FORWARD if gradients is None else _abi.BACKWARD
     given = None if gradients is None else ctypes.byref(gradients)
-    _abi.check(library, library.tilewise_plan(ctypes.byref(a), given, which, ctypes.byref(info)))
+    if tangents is None:
+        which = _abi.FORWARD if gradients is None else _abi.BACKWARD
+        status = library.tilewise_plan(ctypes.byref(a), given, which, ctypes.byref(info))
+    else:
+        which = _abi.JVP if gradients is None else _abi.SECOND
+        status = library.tilewise_plan_tangents(
+            ctypes.byref(a), ctypes.byref(tangents), given, which, ctypes.byref(info)
+        )
+    _abi.check(library, status)
     return info

@@ -42,12 +42,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of both passes of one call. For a pass that cannot run, a sentence says why."""
+    """The plans of the passes of one call. For a pass that cannot run, a sentence says why.
+
+    ``jvp`` computes the tangents of forward mode and ``second`` the gradients through them; neither
+    is printed.
+    """
 
     problem: str
     forward: Plan | str
     backward: Plan | str
     mask: str = ""  # how many tiles the mask and the band leave; "" without a mask
+    jvp: Plan | str = ""
+    second: Plan | str = ""
 
     def __str__(self) -> str:
         text = f"{self.problem}\n  forward:  {self.forward}\n  backward: {self.backward}"
@@ -74,8 +80,8 @@ def explain(
     explained function, with the same shapes, dtypes, checks and errors.
 
     Returns:
-        Explanation: the kernel, tiles, splits, threads, workspace and reason of both passes. It
-        prints as three lines, and with a mask as four.
+        Explanation: the kernel, tiles, splits, threads, workspace and reason of each pass. It
+        prints as three lines, about forward and backward, and with a mask as four.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -114,6 +120,8 @@ def explain(
     parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
     a.parallel = ctypes.pointer(parallel)
     backward: Plan | str
+    jvp: Plan | str
+    second: Plan | str
     if cached:
         backward = "attention_with_kvcache has no gradient"
     elif block_table is not None and not tensors:
@@ -121,7 +129,13 @@ def explain(
     else:
         backward = _plan(a, _gradients(a, arrays))
     text = "" if mask is None else _mask_text(mask, a)
-    explanation = Explanation(_sentence(a), _plan(a, None), backward, text)
+    if cached:
+        jvp = second = "attention_with_kvcache has no tangent"
+    else:
+        tangents = _tangents(a, arrays)
+        jvp = _plan(a, None, tangents)
+        second = _plan(a, _gradients(a, arrays), tangents)
+    explanation = Explanation(_sentence(a), _plan(a, None), backward, text, jvp, second)
     del arrays  # kept until here: the struct holds only their addresses
     return explanation
 
@@ -251,10 +265,27 @@ def _gradients(a: Any, arrays: dict[str, Any]) -> Any:
     return g
 
 
-def _plan(a: Any, gradients: Any) -> Plan | str:
+def _tangents(a: Any, arrays: dict[str, Any]) -> Any:
+    """The struct of all tangents, at addresses that are not read."""
+    _set_output(a)
+    t = _abi.sized(_abi.Tangents)
+    t.q, t.k, t.v, t.out, t.dout = a.q, a.k, a.v, a.out, a.out
+    t.lse = t.dlse = _PLACEHOLDER_ADDRESS
+    t.lse_stride_batch = t.dlse_stride_batch = a.lse_stride_batch
+    t.lse_stride_head = t.dlse_stride_head = a.lse_stride_head
+    if arrays.get("bias") is not None:
+        t.bias = _PLACEHOLDER_ADDRESS
+        for name in ("batch", "head", "row"):
+            setattr(t, f"bias_stride_{name}", getattr(a, f"bias_stride_{name}"))
+    t.sinks = _PLACEHOLDER_ADDRESS if a.sinks else None
+    t.scale = _PLACEHOLDER_ADDRESS
+    return t
+
+
+def _plan(a: Any, gradients: Any, tangents: Any = None) -> Plan | str:
     _set_output(a)
     try:
-        info = _describe.plan(c_library(), a, gradients)
+        info = _describe.plan(c_library(), a, gradients, tangents)
     except NotImplementedError as reason:
         return str(reason)
     return Plan(

@@ -104,13 +104,8 @@ def attention_backward(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, mask=mask
     )
-    lengths = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
-    sequences = lengths.or_none()
-    if sequences is None:
-        problem = prepare_dense(q, k, v, layout, request)
-    else:
-        problem = prepare_varlen(q, k, v, sequences, request)
-    return _backward(problem, dout, out, lse, dlse)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
+    return _backward(prepare(q, k, v, layout, sequences, request), dout, out, lse, dlse)
 
 
 def merge_states(
@@ -184,6 +179,14 @@ def _refuse_other_memory(name: str, value: Any) -> None:
             "torch.Tensor, or an array in the memory of the CPU: pass torch.from_dlpack(...) of "
             "it, or copy it to the host first"
         )
+
+
+def prepare(q: Any, k: Any, v: Any, layout: str, lengths: Sequences, request: Request) -> _Problem:
+    """The problem of ``attention_varlen`` if any of its lengths is given, else of ``attention``."""
+    sequences = lengths.or_none()
+    if sequences is None:
+        return prepare_dense(q, k, v, layout, request)
+    return prepare_varlen(q, k, v, sequences, request)
 
 
 def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Problem:
@@ -446,53 +449,70 @@ def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
     return _columns(array)
 
 
+class GradientArrays:
+    """New arrays for all gradients of a problem, and the C struct that points to them."""
+
+    def __init__(self, problem: _Problem) -> None:
+        a, g, first = problem.attention, _abi.sized(_abi.Gradients), problem.heads_first
+        self.struct, self.problem = g, problem
+        varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
+        self.dq, self.dk, self.dv = (
+            _new_rows(x, x.shape, first) for x in (problem.q, problem.k, problem.v)
+        )
+        g.dq = _describe.rows(view(self.dq), varlen_q)
+        g.dk, g.dv = (_describe.rows(view(x), varlen_k) for x in (self.dk, self.dv))
+        bias = problem.arrays.get("bias")
+        self.dbias: Array | None = None
+        self.dsinks: Array | None = None
+        if bias is not None:
+            self.dbias = np.empty(bias.shape, dtype=np.float32)
+            g.dbias = self.dbias.ctypes.data
+            strides = _describe.bias_strides(view(self.dbias))
+            g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
+            g.dbias_rows, g.dbias_keys = bias.shape[2:]
+        if "sinks" in problem.arrays:
+            self.dsinks = np.empty(a.heads_q, dtype=np.float32)
+            g.dsinks = self.dsinks.ctypes.data
+        self.dscale = np.empty(1, dtype=np.float32)
+        g.dscale = self.dscale.ctypes.data
+
+    def set_dlse(self, dlse: View) -> None:
+        """Stores the incoming gradient of lse, which the caller keeps alive."""
+        self.struct.dlse = dlse.pointer
+        strides = _describe.lse_strides(dlse)
+        self.struct.dlse_stride_batch, self.struct.dlse_stride_head = strides
+
+    def gradients(self) -> Gradients:
+        """The gradients after the launch, in the layout and with the bias shape of the caller."""
+        first, dbias = self.problem.heads_first, self.dbias
+        dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (self.dq, self.dk, self.dv))
+        if dbias is not None:
+            broadcast_over_keys = self.problem.bias_shape[-1] == 1
+            dbias = dbias.sum(-1, keepdims=True) if broadcast_over_keys else dbias
+            dbias = dbias.reshape(self.problem.bias_shape)
+        return Gradients(dq, dk, dv, dbias, self.dsinks, float(self.dscale[0]))
+
+
 def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
     library, a, q = c_library(), problem.attention, problem.q
-    heads_first = problem.heads_first
+    first = problem.heads_first
     like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
     like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
-    out, dout = (
-        _incoming("out", out, like_out, heads_first),
-        _incoming("dout", dout, like_out, heads_first),
-    )
+    out, dout = _incoming("out", out, like_out, first), _incoming("dout", dout, like_out, first)
     lse = np.ascontiguousarray(_incoming("lse", lse, like_lse, False))
     lse_low = _lse_low(problem, lse)
     _describe.set_output(a, view(out), view(lse))
     a.lse_low = lse_low.ctypes.data
 
-    g = _abi.sized(_abi.Gradients)
-    varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
-    g.dout = _describe.rows(view(dout), varlen_q)
+    results = GradientArrays(problem)
+    g = results.struct
+    g.dout = _describe.rows(view(dout), a.cu_seqlens_q is not None)
     if dlse is not None:
         dlse = _incoming("dlse", dlse, like_lse, False)
-        g.dlse = dlse.ctypes.data
-        g.dlse_stride_batch, g.dlse_stride_head = _describe.lse_strides(view(dlse))
-    dq, dk, dv = (_new_rows(x, x.shape, heads_first) for x in (q, problem.k, problem.v))
-    g.dq = _describe.rows(view(dq), varlen_q)
-    g.dk, g.dv = _describe.rows(view(dk), varlen_k), _describe.rows(view(dv), varlen_k)
-    bias = problem.arrays.get("bias")
-    dbias: Array | None = None
-    dsinks: Array | None = None
-    if bias is not None:
-        dbias = np.empty(bias.shape, dtype=np.float32)
-        g.dbias = dbias.ctypes.data
-        strides = _describe.bias_strides(view(dbias))
-        g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
-        g.dbias_rows, g.dbias_keys = bias.shape[2:]
-    if "sinks" in problem.arrays:
-        dsinks = np.empty(a.heads_q, dtype=np.float32)
-        g.dsinks = dsinks.ctypes.data
-    dscale = np.empty(1, dtype=np.float32)
-    g.dscale = dscale.ctypes.data
-
+        results.set_dlse(view(dlse))
     size = _describe.plan(library, a, g).workspace_bytes
     memory, address = _workspace(size)
     status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(g), address, size)
     _abi.check(library, status)
     del memory  # kept until here, because the library writes to it
-    dq, dk, dv = (x.swapaxes(1, 2) if heads_first else x for x in (dq, dk, dv))
-    if dbias is not None:
-        broadcast_over_keys = problem.bias_shape[-1] == 1
-        dbias = dbias.sum(-1, keepdims=True) if broadcast_over_keys else dbias
-        dbias = dbias.reshape(problem.bias_shape)
-    return Gradients(dq, dk, dv, dbias, dsinks, float(dscale[0]))
+    return results.gradients()

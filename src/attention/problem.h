@@ -17,6 +17,7 @@ inline constexpr int64_t kMaxHeadDim = 512;
 // After `validated_problem`: head_dim_v and kv_batch are set, and every size has been checked.
 using Problem = tilewise_attention;
 using Gradients = tilewise_gradients;
+using Tangents = tilewise_tangents;
 
 // One sequence of the batch: where its rows are and what they may see. GPU kernels read the index
 // arrays without prior validation, so entries are used only where they lie inside the tensors.

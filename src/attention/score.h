@@ -9,9 +9,9 @@ namespace tilewise {
 // score = softcap(scale * raw) - slope * distance + bias, in natural units. V is a float or a
 // vector of floats; Math provides the functions on it (scalar_math.h).
 //
-// The value is what the softmax exponentiates; the derivative is d(score) / d(scale * raw). Slope
-// and bias are added after the cap and do not appear in the derivative; the gradient of the bias is
-// the gradient of the score itself.
+// The value is what the softmax exponentiates; the derivatives are the first two of the score with
+// respect to scale * raw. Slope and bias are added after the cap and do not appear in them; the
+// gradient of the bias is the gradient of the score itself.
 struct Score {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: off
@@ -20,6 +20,7 @@ struct Score {
   struct Capped {
     V value;
     V derivative;
+    V second = {};  // derivative; 0 without a softcap
   };
 
   template <class Math, class V>
@@ -27,7 +28,8 @@ struct Score {
     const V scaled = raw * scale;
     if (softcap == 0.0f) return {scaled, V{} + 1.0f};
     const V t = Math::tanh(scaled * (1.0f / softcap));
-    return {t * softcap, 1.0f - t * t};
+    const V derivative = 1.0f - t * t;
+    return {t * softcap, derivative, t * derivative * (-2.0f / softcap)};
   }
 
   template <class Math, class V>

@@ -1,5 +1,5 @@
-// The entry points plan, forward, backward and append: validate, decide, run. This file has no
-// logic of its own.
+// The entry points plan, forward, backward, jvp, second and append: validate, decide, run. This
+// file has no logic of its own.
 #include <cstddef>
 #include <cstdio>
 
@@ -113,36 +113,49 @@ void check_workspace(const void* workspace, int64_t given, int64_t needed) {
   check_aligned("workspace", workspace, kWorkspaceAlignment);
 }
 
-void plan(const tilewise_attention* attention, const tilewise_gradients* gradients,
-          int32_t given_pass, tilewise_plan_info* info) {
-  const Pass pass = checked_pass(given_pass);
+// The structs of a call; those that its pass does not have are NULL.
+struct Given {
+  const tilewise_attention* attention;
+  const tilewise_tangents* tangents = nullptr;
+  const tilewise_gradients* gradients = nullptr;
+};
+
+// The structs of a call after validation.
+struct Validated {
+  Pass pass;
+  Problem problem;
+  Tangents tangents;
+  Gradients gradients;
+
+  Validated(const Given& given, Pass a_pass, Contents contents)
+      : pass(a_pass), problem(validated_problem(given.attention, pass, contents)) {
+    const bool has_tangents = pass == Pass::jvp || pass == Pass::second;
+    const bool has_gradients = pass == Pass::backward || pass == Pass::second;
+    require(has_gradients || given.gradients == nullptr, "gradients is given for the ",
+            pass_name(pass), " pass: it must be NULL");
+    tangents =
+        has_tangents ? validated_tangents(given.tangents, problem, pass, contents) : kNoTangents;
+    gradients = has_gradients ? validated_gradients(given.gradients, problem, pass, contents)
+                              : kNoGradients;
+  }
+  Request request() const { return {problem, pass, gradients, tangents}; }
+};
+
+void plan(const Given& given, Pass pass, tilewise_plan_info* info) {
   check_struct_size(info, "plan");
-  require(pass == Pass::backward || gradients == nullptr,
-          "gradients is given for the forward pass: it must be NULL");
-  const Problem p = validated_problem(attention, pass, Contents::unread);
-  const Gradients g =
-      pass == Pass::backward ? validated_gradients(gradients, p, Contents::unread) : kNoGradients;
-  const int32_t threads = make_parallel(p.parallel).threads;
+  const Validated call(given, pass, Contents::unread);
+  const int32_t threads = make_parallel(call.problem.parallel).threads;
   const bool texts = info->struct_size > offsetof(tilewise_plan_info, kernel);
-  write_struct(describe({p, pass, g}, device_of(p, threads), texts), info);
+  write_struct(describe(call.request(), device_of(call.problem, threads), texts), info);
 }
 
-void run(const Request& request, void* workspace, int64_t workspace_bytes) {
+void run(const Given& given, Pass pass, void* workspace, int64_t workspace_bytes) {
+  const Validated call(given, pass, Contents::read);
+  const Request request = call.request();
   const Parallel parallel = make_parallel(request.problem.parallel);
   const dispatch::Decision decision = decide(request, device_of(request.problem, parallel.threads));
   check_workspace(workspace, workspace_bytes, decision.workspace_bytes());
   on_gpu([&] { dispatch::launch(decision, request, workspace, parallel); });
-}
-
-void forward(const tilewise_attention* attention, void* workspace, int64_t workspace_bytes) {
-  run(validated_problem(attention, Pass::forward, Contents::read), workspace, workspace_bytes);
-}
-
-void backward(const tilewise_attention* attention, const tilewise_gradients* gradients,
-              void* workspace, int64_t workspace_bytes) {
-  const Problem p = validated_problem(attention, Pass::backward, Contents::read);
-  const Gradients g = validated_gradients(gradients, p, Contents::read);
-  run({p, g}, workspace, workspace_bytes);
 }
 
 }  // namespace
@@ -153,18 +166,52 @@ using namespace tilewise;
 tilewise_status tilewise_plan(const tilewise_attention* attention,
                               const tilewise_gradients* gradients, int32_t pass,
                               tilewise_plan_info* plan) {
-  return capi::guarded([&] { capi::plan(attention, gradients, pass, plan); });
+  return capi::guarded([&] {
+    const Pass checked = capi::checked_pass(pass, Pass::forward, Pass::backward);
+    capi::plan({.attention = attention, .gradients = gradients}, checked, plan);
+  });
+}
+
+tilewise_status tilewise_plan_tangents(const tilewise_attention* attention,
+                                       const tilewise_tangents* tangents,
+                                       const tilewise_gradients* gradients, int32_t pass,
+                                       tilewise_plan_info* plan) {
+  return capi::guarded([&] {
+    const Pass checked = capi::checked_pass(pass, Pass::jvp, Pass::second);
+    capi::plan({attention, tangents, gradients}, checked, plan);
+  });
 }
 
 tilewise_status tilewise_forward(const tilewise_attention* attention, void* workspace,
                                  int64_t workspace_bytes) {
-  return capi::guarded([&] { capi::forward(attention, workspace, workspace_bytes); });
+  return capi::guarded(
+      [&] { capi::run({.attention = attention}, Pass::forward, workspace, workspace_bytes); });
 }
 
 tilewise_status tilewise_backward(const tilewise_attention* attention,
                                   const tilewise_gradients* gradients, void* workspace,
                                   int64_t workspace_bytes) {
-  return capi::guarded([&] { capi::backward(attention, gradients, workspace, workspace_bytes); });
+  return capi::guarded([&] {
+    capi::run({.attention = attention, .gradients = gradients}, Pass::backward, workspace,
+              workspace_bytes);
+  });
+}
+
+tilewise_status tilewise_jvp(const tilewise_attention* attention, const tilewise_tangents* tangents,
+                             void* workspace, int64_t workspace_bytes) {
+  return capi::guarded([&] {
+    capi::run({.attention = attention, .tangents = tangents}, Pass::jvp, workspace,
+              workspace_bytes);
+  });
+}
+
+tilewise_status tilewise_second(const tilewise_attention* attention,
+                                const tilewise_tangents* tangents,
+                                const tilewise_gradients* gradients, void* workspace,
+                                int64_t workspace_bytes) {
+  return capi::guarded([&] {
+    capi::run({attention, tangents, gradients}, Pass::second, workspace, workspace_bytes);
+  });
 }
 
 tilewise_status tilewise_append_kv(const tilewise_kv_append* append) {

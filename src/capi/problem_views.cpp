@@ -45,6 +45,20 @@ View lse_view(const char* name, const float* data, int64_t stride_batch, int64_t
           access};
 }
 
+View bias_view(const char* name, const void* data, const Problem& p, int64_t stride_batch,
+               int64_t stride_head, int64_t stride_row) {
+  const int64_t keys = p.max_seqlen_k > 0 ? p.max_seqlen_k : key_capacity(p);
+  const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
+  return {name,
+          data,
+          {{{"_stride_batch", p.batch, stride_batch},
+            {"_stride_head", p.heads_q, stride_head},
+            {"_stride_row", rows, stride_row}}},
+          keys,
+          element_bytes(p.bias_dtype),
+          Access::read};
+}
+
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns) {
   View view = keys_view(name, t, p, columns);
   view.access = Access::write;

@@ -17,6 +17,11 @@ View keys_view(const char* name, const tilewise_tensor& t, const Problem& p, int
 // sequence, because sequences may share keys.
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns);
 
+// bias and its tangent, as far as the library can know their sizes: [B, Hq, rows, keys], which are
+// only read.
+View bias_view(const char* name, const void* data, const Problem& p, int64_t stride_batch,
+               int64_t stride_head, int64_t stride_row);
+
 // lse and dlse: [B, Hq, Sq] or [Hq, T], rows contiguous.
 View lse_view(const char* name, const float* data, int64_t stride_batch, int64_t stride_head,
               const Problem& p, Access access);

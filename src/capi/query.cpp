@@ -53,6 +53,8 @@ tilewise_kernel_info describe(const Row& row) {
   info.max_head_dim = facts.max_head_dim;
   info.forward = facts.passes.contains(Pass::forward) ? 1 : 0;
   info.backward = facts.passes.contains(Pass::backward) ? 1 : 0;
+  info.jvp = facts.passes.contains(Pass::jvp) ? 1 : 0;
+  info.second = facts.passes.contains(Pass::second) ? 1 : 0;
   info.available = row.available ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", facts.name);
   const bool emulated = row.device == TILEWISE_CUDA && cuda::registry().emulated;

@@ -14,14 +14,18 @@ enum class Contents { unread, pointers, read };
 
 // `pass` determines which tensors are written and which must be given.
 Problem validated_problem(const tilewise_attention* given, Pass pass, Contents contents);
-Gradients validated_gradients(const tilewise_gradients* given, const Problem& problem,
+// Of Pass::backward, or of Pass::second, which does not need dout.
+Gradients validated_gradients(const tilewise_gradients* given, const Problem& problem, Pass pass,
                               Contents contents);
+// Of Pass::jvp or Pass::second.
+Tangents validated_tangents(const tilewise_tangents* given, const Problem& problem, Pass pass,
+                            Contents contents);
 tilewise_kv_append validated_append(const tilewise_kv_append* given);
 // For a validated append on a GPU: copies its index arrays to the host and checks their entries.
 void check_entries_of_gpu(const tilewise_kv_append& append);
 
-// Refuses a pass that does not exist.
-Pass checked_pass(int32_t pass);
+// Refuses a pass that is not one of these two, which a function plans.
+Pass checked_pass(int32_t pass, Pass first, Pass second);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 

@@ -77,16 +77,8 @@ void check_score(const Problem& p) {
     require(p.bias_dtype == TILEWISE_FLOAT32 || p.bias_dtype == p.dtype, "bias_dtype is ",
             p.bias_dtype, " (", dtype_name(p.bias_dtype),
             "): it must be float32 or the dtype of q, ", dtype_name(p.dtype));
-    const int64_t keys = p.max_seqlen_k > 0 ? p.max_seqlen_k : key_capacity(p);
-    const int64_t rows = p.max_seqlen_q > 0 ? p.max_seqlen_q : p.seqlen_q;
-    check_layout({"bias",
-                  p.bias,
-                  {{{"_stride_batch", p.batch, p.bias_stride_batch},
-                    {"_stride_head", p.heads_q, p.bias_stride_head},
-                    {"_stride_row", rows, p.bias_stride_row}}},
-                  keys,
-                  element_bytes(p.bias_dtype),
-                  Access::read});
+    check_layout(
+        bias_view("bias", p.bias, p, p.bias_stride_batch, p.bias_stride_head, p.bias_stride_row));
   }
   if (p.alibi_slopes != nullptr) {
     check_layout({"alibi",
@@ -148,13 +140,13 @@ void check_bounds(const Problem& p) {
 }
 
 void check_views(const Problem& p, Pass pass, Contents contents) {
-  const bool backward = pass == Pass::backward;
+  const bool forward = pass == Pass::forward;
   const Dtypes dtypes = dtypes_of(p);
   const View views[] = {
       rows_view("q", p.q, p, dtypes.q, p.head_dim, Access::read),
       keys_view("k", p.k, p, p.head_dim),
       keys_view("v", p.v, p, p.head_dim_v),
-      rows_view("out", p.out, p, dtypes.out, p.head_dim_v, backward ? Access::read : Access::write),
+      rows_view("out", p.out, p, dtypes.out, p.head_dim_v, forward ? Access::write : Access::read),
   };
   for (const View& view : views) {
     // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
@@ -162,11 +154,11 @@ void check_views(const Problem& p, Pass pass, Contents contents) {
     check_layout(view);
   }
   const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
-                            backward ? Access::read : Access::write);
+                            forward ? Access::write : Access::read);
   require(p.lse_low == nullptr || p.lse != nullptr || lse.empty() || contents == Contents::unread,
           "lse_low is given, but lse is NULL: it is the rounding error of lse");
-  // The forward may omit lse; a plan does not need the pointer in either pass.
-  if (p.lse == nullptr && (!backward || contents == Contents::unread)) return;
+  // The forward may omit lse; a plan does not need the pointer in any pass.
+  if (p.lse == nullptr && (forward || contents == Contents::unread)) return;
   if (contents != Contents::unread) check_data(lse);
   check_layout(lse);
   if (p.lse_low == nullptr || contents == Contents::unread) return;
@@ -222,11 +214,10 @@ Problem validated_problem(const tilewise_attention* given, Pass pass, Contents c
   check_float8(
       p.kv_float8, p.dtype, {p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},
       {p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head}, p.batch, p.heads_kv);
-  if (p.kv_float8 != 0 && pass == Pass::backward) {
-    refuse(
-        TILEWISE_UNSUPPORTED,
-        "backward with kv_float8: only the forward supports keys and values of float8_e4m3; k and "
-        "v in the dtype of q are allowed");
+  if (p.kv_float8 != 0 && pass != Pass::forward) {
+    refuse(TILEWISE_UNSUPPORTED, pass_name(pass),
+           " with kv_float8: only the forward supports keys and values of float8_e4m3; k and "
+           "v in the dtype of q are allowed");
   }
   check_bounds(p);
   check_views(p, pass, contents);
@@ -257,9 +248,11 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
   }
 }
 
-Pass checked_pass(int32_t pass) {
-  require(pass == TILEWISE_PASS_FORWARD || pass == TILEWISE_PASS_BACKWARD, "pass is ", pass,
-          ": it must be 0 (forward) or 1 (backward)");
+Pass checked_pass(int32_t pass, Pass first, Pass second) {
+  const auto number = [](Pass each) { return static_cast<int32_t>(each); };
+  require(pass == number(first) || pass == number(second), "pass is ", pass, ": it must be ",
+          number(first), " (", pass_name(first), ") or ", number(second), " (", pass_name(second),
+          ")");
   return static_cast<Pass>(pass);
 }
 

@@ -20,6 +20,8 @@ inline constexpr uint32_t kFirstSize<tilewise_mask> = 80;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_gradients> = 224;
 template <>
+inline constexpr uint32_t kFirstSize<tilewise_tangents> = 264;
+template <>
 inline constexpr uint32_t kFirstSize<tilewise_plan_info> = 32;  // without its texts
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_kv_append> = 424;

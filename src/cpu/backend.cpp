@@ -2,99 +2,12 @@
 // outputs that no work item writes.
 #include "cpu/backend.h"
 
-#include <atomic>
-#include <cstring>
+#include <algorithm>
 
-#include "attention/schedule.h"
-#include "cpu/generic/tasks.h"
-#include "cpu/layout.h"
+#include "cpu/work_items.h"
 
 namespace tilewise::cpu {
 namespace {
-
-const Kernels& kernels_for(Isa isa, int32_t dtype) {
-#if defined(__x86_64__)
-  static constexpr KernelTable tables[] = {portable_kernels, avx2_kernels, avx512_kernels,
-                                           avx512_bf16_kernels, amx_kernels};
-  return *tables[static_cast<size_t>(isa)](dtype);
-#else
-  (void)isa;
-  return *portable_kernels(dtype);
-#endif
-}
-
-// Below this many multiply-adds, waking a thread costs more than it saves (about 5 us).
-constexpr int64_t kSerialWork = 1 << 18;
-
-// Runs items [0, items); workers take them in ascending order from a shared counter. `work` is any
-// measure of the multiply-adds in all of them.
-template <class Item>
-void run_items(const Parallel& parallel, int64_t items, int64_t work, const Item& item) {
-  std::atomic<int64_t> next{0};
-  const int64_t workers =
-      work < kSerialWork ? 1 : clamp(items, 1, static_cast<int64_t>(parallel.threads));
-  parallel.run(workers, [&](int64_t worker) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(worker, i);
-  });
-}
-
-int64_t saturating_work(int64_t a, int64_t b, int64_t c) {
-  int64_t ab = 0;
-  int64_t abc = 0;
-  return checked_mul(a, b, &ab) && checked_mul(ab, c, &abc) ? abc : INT64_MAX;
-}
-
-// The query tiles of every sequence, numbered from first_tile[b] on.
-struct QueryTiles {
-  const Problem& p;
-  int64_t step;
-  int64_t* first_tile;
-  int64_t max_tiles = 0;  // of one sequence
-  int64_t max_keys = 0;   // of one sequence
-  int64_t total = 0;
-
-  QueryTiles(const Problem& problem, int64_t tile, int64_t* first)
-      : p(problem), step(tile), first_tile(first) {
-    for (int64_t b = 0; b < p.batch; ++b) {
-      first_tile[b] = total;
-      const Sequence s = sequence_of(p, b);
-      const int64_t count = tiling(s).count();
-      total += count;
-      max_tiles = max(max_tiles, count);
-      max_keys = max(max_keys, s.band.keys);
-    }
-    first_tile[p.batch] = total;
-  }
-  Tiling tiling(const Sequence& s) const { return {s.band.rows * group_size(p), step}; }
-  // Index of a tile and key/value head in per-tile arrays.
-  int64_t id(int64_t b, int64_t kv_head, int64_t tile) const {
-    return (first_tile[b] + tile) * p.heads_kv + kv_head;
-  }
-  int64_t heads() const { return p.batch * p.heads_kv; }
-};
-
-// Calls row() for the unused rows of q: those beyond seqused_q and beyond the last cu_seqlens
-// entry.
-template <class Row>
-void for_unused_rows(const Problem& p, const Row& row) {
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const Sequence s = sequence_of(p, b);
-    const int64_t rows = query_rows(p, b).size();
-    for (int64_t i = s.band.rows; i < rows; ++i) row(s, i);
-  }
-  if (p.cu_seqlens_q == nullptr) return;
-  Sequence rest{};
-  rest.first_row = p.batch > 0 ? p.cu_seqlens_q[p.batch] : 0;
-  for (int64_t i = 0; rest.first_row + i < p.seqlen_q; ++i) row(rest, i);
-}
-
-void zero_row(int32_t dtype, const tilewise_tensor& view, int64_t offset, int64_t heads,
-              int64_t columns) {
-  const int64_t size = element_bytes(dtype);
-  for (int64_t h = 0; h < heads; ++h)
-    std::memset(static_cast<char*>(view.data) + (offset + h * view.stride_head) * size, 0,
-                static_cast<size_t>(columns * size));
-}
 
 // Zeroes dk and dv of all keys if some keys are unused. Their first dimension is the batch if they
 // have rows per sequence (pages, kv_batch_idx), otherwise kv_batch, or 1 with variable lengths.
@@ -258,9 +171,11 @@ struct ForwardLaunch {
   }
 };
 
+// Pass::backward, or Pass::second, which gives the tangents.
 struct BackwardLaunch {
   const Problem& p;
   const Gradients& g;
+  const Tangents* const t;  // null for Pass::backward
   const Plan& plan;
   const Parallel& parallel;
   const Shape shape;
@@ -269,17 +184,20 @@ struct BackwardLaunch {
   const QueryTiles tiles;
   const int64_t chunk;
 
-  BackwardLaunch(const Problem& problem, const Gradients& gradients, const Plan& a_plan,
-                 Arena& arena, const Parallel& a_parallel)
+  BackwardLaunch(const Problem& problem, const Gradients& gradients, const Tangents* tangents,
+                 const Plan& a_plan, Arena& arena, const Parallel& a_parallel)
       : p(problem),
         g(gradients),
+        t(tangents),
         plan(a_plan),
         parallel(a_parallel),
         shape(shape_of(plan.isa, dtypes_of(p).q)),
         kernels(kernels_for(plan.isa, dtypes_of(p).q)),
-        layout(p, g, shape, plan, arena),
+        layout(p, g, t, shape, plan, arena),
         tiles(p, shape.back_q, layout.first_tile),
         chunk(back_chunk(shape, p)) {}
+
+  Incoming incoming() const { return t != nullptr ? Incoming::of(*t) : Incoming::of(g); }
 
   int64_t work() const {
     return saturating_work(tiles.total * shape.back_q, tiles.max_keys + 1,
@@ -296,10 +214,13 @@ struct BackwardLaunch {
     RowTask task{};
     task.problem = &p;
     task.gradients = &g;
+    task.tangents = t;
+    task.incoming = incoming();
     task.sequence = sequence_of(p, b);
     task.kv_head = i % p.heads_kv;
     task.packed_rows = tiles.tiling(task.sequence).at(tile - tiles.first_tile[b]);
     task.delta = layout.delta + i * shape.back_q;
+    if (t != nullptr) task.second_delta = layout.second_delta + i * shape.back_q;
     task.dsinks = layout.dsinks != nullptr ? layout.dsinks + i * shape.back_q : nullptr;
     if (layout.dq_sum != nullptr && layout.dq_semaphores[i] != 0)
       task.dq_sum = layout.dq_sum + i * layout.dq_tile;
@@ -308,15 +229,14 @@ struct BackwardLaunch {
   }
 
   void run_chunk(int64_t worker, int64_t b, int64_t kv_head, int64_t index) const {
-    BackwardTask task{.problem = &p,
-                      .gradients = &g,
-                      .sequence = sequence_of(p, b),
-                      .kv_head = kv_head,
-                      .keys = {},
-                      .chunk = index,
-                      .dq_sum = nullptr,
-                      .delta = nullptr,
-                      .dq_semaphores = nullptr};
+    BackwardTask task{};
+    task.problem = &p;
+    task.gradients = &g;
+    task.tangents = t;
+    task.incoming = incoming();
+    task.sequence = sequence_of(p, b);
+    task.kv_head = kv_head;
+    task.chunk = index;
     const Tiling chunks{task.sequence.band.keys, chunk};
     if (index >= chunks.count()) return;
     task.keys = chunks.at(index);
@@ -328,7 +248,20 @@ struct BackwardLaunch {
     task.dq_semaphores = layout.dq_semaphores + first;
     task.chunks = layout.chunks != nullptr ? layout.chunks + first * layout.chunk_words : nullptr;
     task.chunk_words = layout.chunk_words;
-    kernels.backward(task, Arena{layout.scratch + worker * layout.scratch_bytes});
+    if (t != nullptr) task.second_delta = layout.second_delta + first * shape.back_q;
+    if (layout.chunk_dscale != nullptr) {
+      const int64_t id = first_chunk(task.sequence) + index;
+      task.dscale = layout.chunk_dscale + id * p.heads_kv + kv_head;
+    }
+    const auto kernel = t != nullptr ? kernels.second : kernels.backward;
+    kernel(task, Arena{layout.scratch + worker * layout.scratch_bytes});
+  }
+
+  // The number of the first chunk of a sequence among those of all sequences: distinct, and below
+  // layout.key_chunks.
+  int64_t first_chunk(const Sequence& s) const {
+    return p.cu_seqlens_k != nullptr ? s.kv.first / chunk + s.batch
+                                     : s.batch * ceil_div(p.seqlen_k, chunk);
   }
 
   // Chunks of different heads run in parallel; those of one head start in ascending order, the
@@ -398,8 +331,12 @@ struct BackwardLaunch {
 
   void reduce_dscale() const {
     double sum = 0.0;
-    for (int64_t i = 0; i < tiles.total * p.heads_kv; ++i)
-      sum += static_cast<double>(layout.dscale[i]);
+    if (t != nullptr) {
+      for (int64_t i = 0; i < layout.key_chunks; ++i) sum += layout.chunk_dscale[i];
+    } else {
+      for (int64_t i = 0; i < tiles.total * p.heads_kv; ++i)
+        sum += static_cast<double>(layout.dscale[i]);
+    }
     *g.dscale = static_cast<float>(sum);
   }
 
@@ -413,8 +350,9 @@ struct BackwardLaunch {
       for_unused_rows(p, [&](const Sequence& s, int64_t i) {
         zero_row(dtypes_of(p).q, g.dq, s.row_offset(g.dq, i), p.heads_q, p.head_dim);
       });
-    run_items(parallel, row_tasks, row_work,
-              [&](int64_t, int64_t i) { kernels.delta(row_task(i)); });
+    if (layout.chunk_dscale != nullptr) std::fill_n(layout.chunk_dscale, layout.key_chunks, 0.0);
+    const auto rows_kernel = t != nullptr ? kernels.second_rows : kernels.delta;
+    run_items(parallel, row_tasks, row_work, [&](int64_t, int64_t i) { rows_kernel(row_task(i)); });
     if (layout.chunks != nullptr)
       run_items(parallel, row_tasks, row_work,
                 [&](int64_t worker, int64_t i) { find_chunks(worker, i); });
@@ -427,6 +365,53 @@ struct BackwardLaunch {
   }
 };
 
+struct JvpLaunch {
+  const Problem& p;
+  const Tangents& t;
+  const Plan& plan;
+  const Parallel& parallel;
+  const Kernels& kernels;
+  const JvpLayout layout;
+  const QueryTiles tiles;
+
+  JvpLaunch(const Problem& problem, const Tangents& tangents, const Plan& a_plan, Arena& arena,
+            const Parallel& a_parallel)
+      : p(problem),
+        t(tangents),
+        plan(a_plan),
+        parallel(a_parallel),
+        kernels(kernels_for(plan.isa, dtypes_of(p).q)),
+        layout(p, t, shape_of(plan.isa, dtypes_of(p).q), plan, arena),
+        tiles(p, plan.tile_q, layout.first_tile) {}
+
+  void zero_unused_rows() const {
+    for_unused_rows(p, [&](const Sequence& s, int64_t i) {
+      zero_row(dtypes_of(p).out, t.out, s.row_offset(t.out, i), p.heads_q, p.head_dim_v);
+      for (int64_t h = 0; t.lse != nullptr && h < p.heads_q; ++h)
+        t.lse[s.lse_offset(t.lse_stride_batch, i) + h * t.lse_stride_head] = 0.0f;
+    });
+  }
+
+  // Items count down from the last tile, because with a causal band the last tiles are the longest.
+  void run() const {
+    zero_unused_rows();
+    const int64_t work = saturating_work(tiles.total * plan.tile_q, tiles.max_keys + 1,
+                                         (p.head_dim + p.head_dim_v) * p.heads_kv);
+    run_items(parallel, tiles.max_tiles * tiles.heads(), work, [&](int64_t worker, int64_t i) {
+      const int64_t tile = tiles.max_tiles - 1 - i / tiles.heads();
+      const int64_t b = i / p.heads_kv % p.batch;
+      if (tile >= tiles.first_tile[b + 1] - tiles.first_tile[b]) return;
+      JvpTask task{.problem = &p,
+                   .tangents = &t,
+                   .sequence = sequence_of(p, b),
+                   .kv_head = i % p.heads_kv,
+                   .packed_rows = {}};
+      task.packed_rows = tiles.tiling(task.sequence).at(tile);
+      kernels.jvp(task, Arena{layout.scratch + worker * layout.scratch_bytes});
+    });
+  }
+};
+
 }  // namespace
 
 void launch(const Request& request, const Plan& plan, void* workspace, const Parallel& parallel) {
@@ -435,7 +420,14 @@ void launch(const Request& request, const Plan& plan, void* workspace, const Par
     case Pass::forward:
       return ForwardLaunch(request.problem, plan, arena, parallel).run();
     case Pass::backward:
-      return BackwardLaunch(request.problem, request.gradients, plan, arena, parallel).run();
+      return BackwardLaunch(request.problem, request.gradients, nullptr, plan, arena, parallel)
+          .run();
+    case Pass::jvp:
+      return JvpLaunch(request.problem, request.tangents, plan, arena, parallel).run();
+    case Pass::second:
+      return BackwardLaunch(request.problem, request.gradients, &request.tangents, plan, arena,
+                            parallel)
+          .run();
   }
 }
 

@@ -16,7 +16,7 @@ constexpr FamilyRow row(const char* name, DtypeSet gains, const char* requires_)
   return {.facts = {.name = name,
                     .requires_ = requires_,
                     .dtypes = kFloatDtypes,
-                    .passes = PassSet::of(Pass::forward, Pass::backward),
+                    .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
                     .max_head_dim = static_cast<int32_t>(kMaxHeadDim)},
           .isa = kIsa,
           .gains = gains,

@@ -99,6 +99,25 @@ struct ForwardLayout {
   }
 };
 
+struct JvpLayout {
+  char* scratch;
+  int64_t scratch_bytes;
+  int64_t* first_tile;  // [B + 1]
+
+  JvpLayout(const Problem& p, const Tangents& t, const Shape& shape, const Plan& plan, Arena& arena)
+      : scratch_bytes(measure(p, t, shape)) {
+    scratch = arena.take<char>(Size(scratch_bytes) * plan.threads);
+    first_tile = arena.take<int64_t>(p.batch + 1);
+  }
+
+ private:
+  static int64_t measure(const Problem& p, const Tangents& t, const Shape& shape) {
+    Arena arena;
+    JvpScratch(shape, p, t, arena);
+    return arena.used;
+  }
+};
+
 struct BackwardLayout {
   char* scratch;
   int64_t scratch_bytes;
@@ -111,27 +130,40 @@ struct BackwardLayout {
   float* dscale;           // [tile][kv head]; null: not requested
   int64_t chunk_words;
   uint64_t* chunks;  // [tile][kv head][word]: a ChunkSet each; null: no mask
+  // Pass::second, in which `dscale` is null.
+  float* second_delta;   // as delta
+  double* chunk_dscale;  // [chunk][kv head]; null: not requested
+  int64_t key_chunks;    // upper bound over all sequences, times heads_kv
 
-  BackwardLayout(const Problem& p, const Gradients& g, const Shape& shape, const Plan& plan,
-                 Arena& arena)
-      : scratch_bytes(measure(p, shape)), dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
+  // `t` is null unless the pass is Pass::second.
+  BackwardLayout(const Problem& p, const Gradients& g, const Tangents* t, const Shape& shape,
+                 const Plan& plan, Arena& arena)
+      : scratch_bytes(measure(p, g, t, shape)),
+        dq_tile(shape.back_q * extent_of(shape, p.head_dim).m) {
     scratch = arena.take<char>(Size(scratch_bytes) * plan.threads);
     first_tile = arena.take<int64_t>(p.batch + 1);
     const Size tiles = Size(query_tiles(p, shape.back_q)) * p.heads_kv;
     delta = arena.take<float>(tiles * shape.back_q);
     dsinks = g.dsinks != nullptr ? arena.take<float>(tiles * shape.back_q) : nullptr;
-    const bool want_dq = g.dq.data != nullptr || g.dscale != nullptr;
+    const bool second = t != nullptr;
+    const bool want_dq = g.dq.data != nullptr || (g.dscale != nullptr && !second);
     dq_sum = want_dq ? arena.take<float>(tiles * dq_tile) : nullptr;
     dq_semaphores = arena.take<int32_t>(tiles);
-    dscale = g.dscale != nullptr ? arena.take<float>(tiles) : nullptr;
     chunk_words = ChunkSet::words_for(ceil_div(key_capacity(p), back_chunk(shape, p)));
     chunks = p.mask != nullptr ? arena.take<uint64_t>(tiles * chunk_words) : nullptr;
+    dscale = g.dscale != nullptr && !second ? arena.take<float>(tiles) : nullptr;
+    second_delta = second ? arena.take<float>(tiles * shape.back_q) : nullptr;
+    const Size all_chunks = Size(key_tiles(p, back_chunk(shape, p))) * p.heads_kv;
+    key_chunks = all_chunks.value();
+    chunk_dscale = g.dscale != nullptr && second ? arena.take<double>(all_chunks) : nullptr;
   }
 
  private:
-  static int64_t measure(const Problem& p, const Shape& shape) {
+  static int64_t measure(const Problem& p, const Gradients& g, const Tangents* t,
+                         const Shape& shape) {
     Arena arena;
-    BackwardScratch(shape, p, arena);
+    const BackwardScratch backward(shape, p, arena);
+    if (t != nullptr) SecondScratch(shape, g, *t, backward, arena);
     return arena.used;
   }
 };

@@ -76,7 +76,9 @@ Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
   return plan;
 }
 
-Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, int32_t threads) {
+// Also of Pass::second, which gives the tangents.
+Plan plan_backward(const Problem& problem, const Gradients& gradients, const Tangents* tangents,
+                   Isa isa, int32_t threads) {
   const Shape shape = shape_of(isa, dtypes_of(problem).q);
   Plan plan{};
   plan.isa = isa;
@@ -86,7 +88,22 @@ Plan plan_backward(const Problem& problem, const Gradients& gradients, Isa isa, 
   plan.splits = max(int64_t{1}, ceil_div(longest_keys(problem), back_chunk(shape, problem)));
   plan.engine = shape.engine;
   Arena arena;
-  BackwardLayout(problem, gradients, shape, plan, arena);
+  BackwardLayout(problem, gradients, tangents, shape, plan, arena);
+  plan.workspace_bytes = arena.used;
+  return plan;
+}
+
+Plan plan_jvp(const Problem& problem, const Tangents& tangents, Isa isa, int32_t threads) {
+  const Shape shape = shape_of(isa, dtypes_of(problem).q);
+  Plan plan{};
+  plan.isa = isa;
+  plan.threads = threads;
+  plan.tile_q = shape.tile_q;
+  plan.tile_k = shape.strip;
+  plan.splits = 1;
+  plan.engine = shape.engine;
+  Arena arena;
+  JvpLayout(problem, tangents, shape, plan, arena);
   plan.workspace_bytes = arena.used;
   return plan;
 }
@@ -98,7 +115,11 @@ Plan plan(const Request& request, Isa isa, int32_t threads) {
     case Pass::forward:
       return plan_forward(request.problem, isa, threads);
     case Pass::backward:
-      return plan_backward(request.problem, request.gradients, isa, threads);
+      return plan_backward(request.problem, request.gradients, nullptr, isa, threads);
+    case Pass::jvp:
+      return plan_jvp(request.problem, request.tangents, isa, threads);
+    case Pass::second:
+      return plan_backward(request.problem, request.gradients, &request.tangents, isa, threads);
   }
   return {};
 }

@@ -97,6 +97,22 @@ struct MaskScratch {
         coverage(arena.take<uint8_t>(p.mask != nullptr ? coverages : Size(0))) {}
 };
 
+// How stored lse turn the scores of each lane into weights; see generic/row_weights.h.
+struct WeightScratch {
+  int32_t* huge;  // -1 where S is multiplied by the scale first
+  float* base;    // P = 2^((S - base) c - rest)
+  float* c;
+  float* rest;
+  int32_t* single_key;  // -1 where the row sees exactly one key
+
+  TILEWISE_FN WeightScratch(int64_t lanes, Arena& arena)
+      : huge(arena.take<int32_t>(lanes)),
+        base(arena.take<float>(lanes)),
+        c(arena.take<float>(lanes)),
+        rest(arena.take<float>(lanes)),
+        single_key(arena.take<int32_t>(lanes)) {}
+};
+
 // Rows with Inf or NaN that were removed from a packed operand.
 struct RowScratch {
   const void** address;
@@ -204,6 +220,86 @@ struct DecodeScratch {
         wide_v(p, s.tile_k, p.head_dim_v, arena) {}
 };
 
+// The tangent of the bias: [key][lane]; null if it has none.
+struct BiasTangentScratch {
+  int64_t ld;
+  float* bias;
+
+  TILEWISE_FN BiasTangentScratch(const Tangents& t, int64_t keys, int64_t lanes, Arena& arena)
+      : ld(lanes), bias(t.bias != nullptr ? arena.take<float>(keys * lanes) : nullptr) {}
+};
+
+// Memory for an operand of a tensor that may be absent; null without it.
+TILEWISE_FN uint32_t* taken_if(const tilewise_tensor& view, int64_t units, Arena& arena) {
+  return view.data != nullptr ? arena.take<uint32_t>(units) : nullptr;
+}
+
+// The scratch memory of tangents; see generic/jvp.h.
+struct JvpScratch {
+  Extent qk;
+  Extent dv;       // of head_dim_v
+  int64_t panels;  // per full work item
+  int64_t q_plane, k_plane, v_plane, weights_plane;
+  LaneScratch lanes;
+  ScoreScratch scores;
+  WeightScratch weights;
+  BiasTangentScratch bias_tangent;
+  uint32_t* q;          // [panel][unit][lane]
+  uint32_t* q_tangent;  // the same; null: it is 0, as for k and v
+  uint32_t* k;          // [key][unit]
+  uint32_t* k_tangent;
+  uint32_t* v;  // in the engine's layout, with the contraction over keys
+  uint32_t* v_tangent;
+  float* s_tile;           // S^T of one panel: [key][lane]
+  float* x_tile;           // the tangent of the products q.k
+  uint32_t* p_b;           // P^T, contraction over keys; fp32 engines: s_tile
+  uint32_t* w_b;           // W^T; fp32 engines: x_tile
+  float* o;                // [panel][dv][lane]
+  float* reference;        // [lane]: what is subtracted from the tangents of the scores
+  int32_t* has_reference;  // [lane]: -1 once a tile has given it
+  float* mean;             // [lane]: sum of P (s' - reference)
+  const void** rows;
+  RowScratch nonfinite_v, nonfinite_v_tangent;
+  MaskScratch mask;
+
+  TILEWISE_FN JvpScratch(const Shape& s, const Problem& p, const Tangents& t, Arena& arena)
+      : qk(extent_of(s, p.head_dim)),
+        dv(extent_of(s, p.head_dim_v)),
+        panels(ceil_div(s.tile_q, s.panel)),
+        q_plane(panels * qk.units * s.panel),
+        k_plane(s.strip * qk.ld),
+        v_plane(s.strip / s.pair * dv.m_ld),
+        weights_plane(s.strip / s.pair * s.panel),
+        lanes(s, panels * s.panel, arena),
+        scores(p, s.strip, s.panel, arena),
+        weights(panels * s.panel, arena),
+        bias_tangent(t, s.strip, s.panel, arena),
+        q(arena.take<uint32_t>(s.parts * q_plane)),
+        q_tangent(taken_if(t.q, s.parts * q_plane, arena)),
+        k(arena.take<uint32_t>(s.parts * k_plane)),
+        k_tangent(taken_if(t.k, s.parts * k_plane, arena)),
+        v(arena.take<uint32_t>(s.parts * v_plane)),
+        v_tangent(taken_if(t.v, s.parts * v_plane, arena)),
+        s_tile(arena.take<float>(s.strip * s.panel)),
+        x_tile(arena.take<float>(s.strip * s.panel)),
+        p_b(weights_of(s, s_tile, arena)),
+        w_b(weights_of(s, x_tile, arena)),
+        o(arena.take<float>(panels * dv.m * s.panel)),
+        reference(arena.take<float>(panels * s.panel)),
+        has_reference(arena.take<int32_t>(panels * s.panel)),
+        mean(arena.take<float>(panels * s.panel)),
+        rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.strip))),
+        nonfinite_v(s.strip, arena),
+        nonfinite_v_tangent(s.strip, arena),
+        mask(p, s.strip, s.panel, Size(0), arena) {}
+
+ private:
+  TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {
+    return s.pair == 1 ? reinterpret_cast<uint32_t*>(fp32)
+                       : arena.take<uint32_t>(s.parts * weights_plane);
+  }
+};
+
 struct BackwardScratch {
   Extent qk;
   Extent dve;      // of head_dim_v
@@ -213,28 +309,24 @@ struct BackwardScratch {
   int64_t weights_plane;
   LaneScratch lanes;
   ScoreScratch scores;
-  uint32_t* k;          // [key][unit of head_dim]
-  uint32_t* v;          // [key][unit of head_dim_v]
-  uint32_t* k_t;        // K per key tile, in the engine's layout, with the contraction over keys
-  float* dk;            // [key][column]
-  float* dv;            // [key][column]
-  uint32_t* q_t;        // [panel][unit][lane]
-  uint32_t* do_t;       // [panel][unit][lane]
-  uint32_t* q_rows;     // [lane / pair][column]
-  uint32_t* do_rows;    // [lane / pair][column]
-  float* s_tile;        // S^T: [key][lane], of one panel unless the engine is fp32
-  float* dp_tile;       // dP^T: [key][lane]
-  uint32_t* p_a;        // P^T, contraction over lanes; fp32 engines: s_tile
-  uint32_t* ds_a;       // dS^T, contraction over lanes; fp32 engines: dp_tile
-  uint32_t* ds_b;       // dS^T, contraction over keys; fp32 engines: dp_tile
-  float* dq;            // [panel][column][lane]
-  int32_t* huge;        // [lane]: -1 where S is multiplied by the scale first
-  float* base;          // [lane]: P = 2^((S - base) c - rest)
-  float* c;             // [lane]
-  float* rest;          // [lane]
-  float* delta;         // [lane]
-  float* dlse;          // [lane]
-  int32_t* single_key;  // [lane]: -1 where the row sees exactly one key
+  uint32_t* k;        // [key][unit of head_dim]
+  uint32_t* v;        // [key][unit of head_dim_v]
+  uint32_t* k_t;      // K per key tile, in the engine's layout, with the contraction over keys
+  float* dk;          // [key][column]
+  float* dv;          // [key][column]
+  uint32_t* q_t;      // [panel][unit][lane]
+  uint32_t* do_t;     // [panel][unit][lane]
+  uint32_t* q_rows;   // [lane / pair][column]
+  uint32_t* do_rows;  // [lane / pair][column]
+  float* s_tile;      // S^T: [key][lane], of one panel unless the engine is fp32
+  float* dp_tile;     // dP^T: [key][lane]
+  uint32_t* p_a;      // P^T, contraction over lanes; fp32 engines: s_tile
+  uint32_t* ds_a;     // dS^T, contraction over lanes; fp32 engines: dp_tile
+  uint32_t* ds_b;     // dS^T, contraction over keys; fp32 engines: dp_tile
+  float* dq;          // [panel][column][lane]
+  WeightScratch weights;
+  float* delta;  // [lane]
+  float* dlse;   // [lane]
   const void** rows;
   RowScratch nonfinite_k, nonfinite_q, nonfinite_do;
   MaskScratch mask;          // of the keys of the work item
@@ -270,13 +362,9 @@ struct BackwardScratch {
         ds_a(weights_of(s, dp_tile, arena)),
         ds_b(weights_of(s, dp_tile, arena)),
         dq(arena.take<float>(panels * qk.m * s.panel)),
-        huge(arena.take<int32_t>(s.back_q)),
-        base(arena.take<float>(s.back_q)),
-        c(arena.take<float>(s.back_q)),
-        rest(arena.take<float>(s.back_q)),
+        weights(s.back_q, arena),
         delta(arena.take<float>(s.back_q)),
         dlse(arena.take<float>(s.back_q)),
-        single_key(arena.take<int32_t>(s.back_q)),
         rows(arena.take<const void*>(max<int64_t>(s.back_q, chunk))),
         nonfinite_k(chunk, arena),
         nonfinite_q(s.back_q, arena),
@@ -284,11 +372,55 @@ struct BackwardScratch {
         mask(p, kBackTileK, s.back_q, Size(0), arena),
         mask_of_rows(p, 0, 0, Size(0), arena) {}
 
- private:
+  // Weights share the memory of fp32 scores where the engine is fp32.
   TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {
     return s.pair == 1 ? reinterpret_cast<uint32_t*>(fp32)
                        : arena.take<uint32_t>(s.parts * weights_plane);
   }
+};
+
+// What Pass::second adds to the scratch memory of a backward, in which dout is the gradient of the
+// tangent of out; see generic/second.h. Operands of tensors that are absent are null.
+struct SecondScratch {
+  BiasTangentScratch bias_tangent;
+  uint32_t* k;        // K': as k, v and k_t of BackwardScratch
+  uint32_t* v;        // V'
+  uint32_t* k_t;      // K'
+  uint32_t* q_t;      // Q': as q_t, do_t, q_rows and do_rows
+  uint32_t* do_t;     // the gradient of out
+  uint32_t* q_rows;   // Q'
+  uint32_t* do_rows;  // the gradient of out
+  float* x_tile;      // the tangent of the products q.k
+  float* d_tile;      // dP^T of the results
+  uint32_t* p_a;      // P^T; fp32 engines: x_tile
+  uint32_t* ds_a;     // the gradient of x_tile's tangents; fp32 engines: d_tile
+  uint32_t* ds_b;
+  float* delta;  // [lane]
+  float* dlse;   // [lane]
+  float* mean;   // [lane]: the tangent of lse
+  RowScratch nonfinite_k, nonfinite_q, nonfinite_do;
+
+  TILEWISE_FN SecondScratch(const Shape& s, const Gradients& g, const Tangents& t,
+                            const BackwardScratch& b, Arena& arena)
+      : bias_tangent(t, kBackTileK, s.back_q, arena),
+        k(taken_if(t.k, s.parts * b.k_plane, arena)),
+        v(taken_if(t.v, s.parts * b.v_plane, arena)),
+        k_t(taken_if(t.k, b.chunk / kBackTileK * s.parts * b.k_t_plane, arena)),
+        q_t(taken_if(t.q, s.parts * b.q_t_plane, arena)),
+        do_t(taken_if(g.dout, s.parts * b.do_t_plane, arena)),
+        q_rows(taken_if(t.q, s.parts * b.q_rows_plane, arena)),
+        do_rows(taken_if(g.dout, s.parts * b.do_rows_plane, arena)),
+        x_tile(arena.take<float>(kBackTileK * (s.pair == 1 ? s.back_q : s.panel))),
+        d_tile(arena.take<float>(kBackTileK * (s.pair == 1 ? s.back_q : s.panel))),
+        p_a(b.weights_of(s, x_tile, arena)),
+        ds_a(b.weights_of(s, d_tile, arena)),
+        ds_b(b.weights_of(s, d_tile, arena)),
+        delta(arena.take<float>(s.back_q)),
+        dlse(arena.take<float>(s.back_q)),
+        mean(arena.take<float>(s.back_q)),
+        nonfinite_k(b.chunk, arena),
+        nonfinite_q(s.back_q, arena),
+        nonfinite_do(s.back_q, arena) {}
 };
 
 }  // namespace tilewise::cpu

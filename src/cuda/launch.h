@@ -60,6 +60,9 @@ void launch_pass(const Request& request, const Plan& plan, void* workspace) {
       return kForward(request.problem, plan, workspace);
     case Pass::backward:
       return kBackward(request, plan, workspace);
+    case Pass::jvp:
+    case Pass::second:
+      return;  // no family has them
   }
 }
 

@@ -33,6 +33,9 @@ bool serves(const KernelSet& kernel_set, Pass pass, const Gpu& gpu) {
       return serves_forward(kernel_set, gpu);
     case Pass::backward:
       return serves_backward(kernel_set, gpu);
+    case Pass::jvp:
+    case Pass::second:
+      return false;  // no kernel set has them
   }
   return false;
 }

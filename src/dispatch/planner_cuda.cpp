@@ -142,6 +142,14 @@ std::string explain_cuda(const Decision& decision, const Request& request, const
 std::string refuse_cuda(const Request& request, const Device& device) {
   const std::string sm = device.gpu.sm > 0 ? " (" + sm_text(device) + ")" : "";
   const auto& rows = families_of(device).cuda;
+  const auto has_pass = [&](const cuda::FamilyRow* row) {
+    return row->facts.passes.contains(request.pass);
+  };
+  if (std::none_of(rows.begin(), rows.end(), has_pass)) {
+    return "device is CUDA" + sm + ": no CUDA family has the pass " + pass_name(request.pass) +
+           "; tensors in the memory of the CPU are allowed, and on a GPU the MATH backend of "
+           "PyTorch's scaled_dot_product_attention has the derivatives of every pass";
+  }
   const auto slowest = std::find_if(rows.begin(), rows.end(), [&](const cuda::FamilyRow* row) {
     return row->sm.contains(device.gpu.sm) && row->facts.computes(request);
   });

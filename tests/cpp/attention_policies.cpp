@@ -343,7 +343,7 @@ INSTANTIATE_TEST_SUITE_P(All, Policies,
                                                           Window{0, -1}),
                                           testing::Values(1, 6, 14), testing::Values(0.0f, 1.5f)));
 
-TEST(Score, DerivativeMatchesFiniteDifferences) {
+TEST(Score, DerivativesMatchFiniteDifferences) {
   for (float softcap : {0.0f, 0.5f, 30.0f}) {
     const Score score{0.7f, softcap};
     for (float raw : {-20.0f, -1.0f, 0.0f, 0.3f, 5.0f}) {
@@ -358,6 +358,12 @@ TEST(Score, DerivativeMatchesFiniteDifferences) {
       const double x = static_cast<double>(raw);
       const double slope = (value(x + kStep) - value(x - kStep)) / (2 * kStep);
       EXPECT_NEAR(static_cast<double>(s.derivative.x) * static_cast<double>(0.7f), slope, 1e-6);
+      const auto derivative = [&](double at) {
+        const double t = softcap > 0 ? std::tanh(0.7f * at / static_cast<double>(softcap)) : 0;
+        return 1 - t * t;
+      };
+      const double bend = (derivative(x + kStep) - derivative(x - kStep)) / (2 * kStep);
+      EXPECT_NEAR(static_cast<double>(s.second.x) * static_cast<double>(0.7f), bend, 2e-6);
     }
   }
 }

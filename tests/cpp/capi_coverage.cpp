@@ -61,6 +61,10 @@ TEST(Coverage, EveryFieldOfGradientsIsTested) {
                  {"dlse_stride_batch"});
 }
 
+TEST(Coverage, EveryFieldOfTangentsIsTested) {
+  expect_covered("tilewise_tangents", R"(c\.t\.)", {"capi_bad_tangents.cpp"}, {});
+}
+
 TEST(Coverage, EveryFieldOfAppendIsTested) {
   expect_covered("tilewise_kv_append", R"(c\.a\.)", {"capi_bad_append.cpp"}, {"stream"});
 }

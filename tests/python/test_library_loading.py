@@ -165,6 +165,8 @@ CALLS = {
     "tilewise.attention_with_kvcache([1.0], [1.0], [1.0])",
     "tilewise.merge_states([1.0], [1.0], [1.0], [1.0])",
     "tilewise.attention_backward",
+    "tilewise.attention_jvp",
+    "tilewise.attention_second",
     "tilewise.explain([1.0], [1.0], [1.0])",
 }
 

@@ -114,6 +114,46 @@ def test_agrees_with_autograd(chosen, rows, keys):
         np.testing.assert_allclose(got[name], t.grad, rtol=1e-10, atol=1e-11, err_msg=name)
 
 
+@pytest.mark.parametrize("rows,keys", [(5, 7), (7, 5)])
+@pytest.mark.parametrize("chosen", [OPTIONS[i] for i in (1, 5, 10)], ids=lambda c: "-".join(c))
+def test_tangents_agree_with_autograd(chosen, rows, keys):
+    """Tangents, and the gradients of a loss of results and tangents."""
+    chosen = {**chosen, "bias": (1, 1, rows, keys)} if "bias" in chosen else chosen
+    rng, q, k, v, dout, dlse = problem(4, rows=rows, keys=keys)
+    o = options(rng, chosen)
+    inputs = {"q": q, "k": k, "v": v, "scale": np.array(o.scale), "bias": o.bias, "sinks": o.sinks}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    along = {name: rng.standard_normal(x.shape) for name, x in inputs.items()}
+    dout_t, dlse_t = rng.standard_normal(dout.shape), rng.standard_normal(dlse.shape)
+
+    def forward(*given):
+        x = dict(zip(inputs, given, strict=True))
+        return brute_force(x["q"], x["k"], x["v"], o, rows, keys, 2, x)
+
+    leaves = tuple(torch.from_numpy(x).requires_grad_() for x in inputs.values())
+    tangents = tuple(torch.from_numpy(x) for x in along.values())
+    results, result_tangents = torch.autograd.functional.jvp(
+        forward, leaves, tangents, create_graph=True
+    )
+    terms = zip((*results, *result_tangents), (dout, dlse, dout_t, dlse_t), strict=True)
+    seen = torch.isfinite(results[1])
+    loss = sum(
+        ((x if x.dim() == 3 else x[seen]) * (torch.from_numpy(g) if x.dim() == 3
+          else torch.from_numpy(g)[seen])).sum()
+        for x, g in terms
+    )  # fmt: skip
+    wanted = torch.autograd.grad(loss, leaves)
+
+    t = oracle.Tangents(**{n: float(x) if n == "scale" else x for n, x in along.items()})
+    sequences = oracle.sequences_of(2, rows, keys)
+    r = oracle.tangents(q, k, v, sequences, o, t, (dout, dlse, dout_t, dlse_t))
+    np.testing.assert_allclose(r.out, result_tangents[0].detach(), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(r.lse, result_tangents[1].detach(), rtol=1e-11, atol=1e-12)
+    got = {"q": r.dq, "k": r.dk, "v": r.dv, "scale": r.dscale, "bias": r.dbias, "sinks": r.dsinks}
+    for name, gradient in zip(inputs, wanted, strict=True):
+        np.testing.assert_allclose(got[name], gradient, rtol=1e-10, atol=1e-11, err_msg=name)
+
+
 def test_finite_differences_of_every_input():
     rng, q, k, v, dout, dlse = problem(8, rows=3, keys=4, dim=2, dim_v=2)
     o = oracle.Options(

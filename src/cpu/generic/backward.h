@@ -19,8 +19,7 @@
 
 #include "cpu/generic/engine.h"
 #include "cpu/generic/lane_mask.h"
-#include "cpu/generic/score_tile.h"
-#include "cpu/generic/softmax.h"
+#include "cpu/generic/row_weights.h"
 
 namespace tilewise::cpu {
 namespace {
@@ -43,11 +42,10 @@ struct Backward : BackwardScratch {
   const Sequence& s;
   Lanes lanes;
   ScoreTile scores;
+  RowWeights weights;
   const Dropout dropout;
   const bool general;
-  const double inverse_scale;  // 1 / scale, which converts natural units to raw scores
   const bool want_dq;
-  bool all_plain = true;  // all rows of the query tile use the plain form
   LaneMask lane_mask;
   LaneMask row_mask;  // as far as it concerns the rows of the query tile, over all keys
   const T** rows;
@@ -63,15 +61,13 @@ struct Backward : BackwardScratch {
         s(t.sequence),
         lanes{BackwardScratch::lanes},
         scores{BackwardScratch::scores, &p, score_of(p)},
+        weights(BackwardScratch::weights, p, scores.score),
         dropout(dropout_of(p)),
-        general(is_general(p, scores.score)),
-        inverse_scale(1.0 / static_cast<double>(scores.score.scale)),
-        want_dq(g.dq.data != nullptr || g.dscale != nullptr),
+        general(weights.general),
+        want_dq(t.dq_sum != nullptr),
         lane_mask{BackwardScratch::mask},
         row_mask{BackwardScratch::mask_of_rows},
         rows(reinterpret_cast<const T**>(BackwardScratch::rows)) {}
-
-  TILEWISE_FN uint32_t* k_t_of(int64_t tile) const { return k_t + tile * S.parts * k_t_plane; }
 
   TILEWISE_FN int64_t padded_keys() const { return round_up(task.keys.size(), kBackTileK); }
 
@@ -80,12 +76,43 @@ struct Backward : BackwardScratch {
     key_rows(rows, task.keys, padded, s.kv, p.k, task.kv_head);
     pack_columns<E>(k, qk.ld, k_plane, rows, padded, p.head_dim);
     nonfinite_k_count = remove_nonfinite_rows(rows, padded, p.head_dim, nonfinite_k);
-    for (int64_t i = 0; i < padded / kBackTileK; ++i)
-      E::pack_rows_a(k_t_of(i), qk.m_ld, k_t_plane, rows + i * kBackTileK, kBackTileK, p.head_dim);
+    pack_keys_by_rows(k_t);
     key_rows(rows, task.keys, padded, s.kv, p.v, task.kv_head);
     pack_columns<E>(v, dve.ld, v_plane, rows, padded, p.head_dim_v);
     for (int64_t i = 0; i < padded * qk.n_ld; ++i) dk[i] = 0.0f;
     for (int64_t i = 0; i < padded * dve.n_ld; ++i) dv[i] = 0.0f;
+  }
+
+  // The keys whose addresses are in `rows`, tile by tile, with the contraction over keys.
+  TILEWISE_FN void pack_keys_by_rows(uint32_t* to) {
+    for (int64_t i = 0; i < padded_keys() / kBackTileK; ++i)
+      E::pack_rows_a(to + i * S.parts * k_t_plane, qk.m_ld, k_t_plane, rows + i * kBackTileK,
+                     kBackTileK, p.head_dim);
+  }
+
+  // Query rows, or rows of dout, with the contraction over columns and over rows. Returns how many
+  // rows with Inf or NaN were removed from the latter.
+  TILEWISE_FN int64_t pack_queries(uint32_t* columns, uint32_t* by_rows,
+                                   const tilewise_tensor& view, const RowScratch& removed) {
+    const int64_t used = round_up(lanes.count, S.panel);
+    lane_rows(rows, lanes, used, s, view);
+    for (int64_t i = 0; i < used / S.panel; ++i)
+      pack_columns_transposed<E>(columns + i * qk.units * S.panel, S.panel, q_t_plane,
+                                 rows + i * S.panel, S.panel, p.head_dim, qk.units);
+    const int64_t count = remove_nonfinite_rows(rows, used, p.head_dim, removed);
+    pack_rows<E>(by_rows, qk.n_ld, q_rows_plane, rows, used, p.head_dim);
+    return count;
+  }
+  TILEWISE_FN int64_t pack_douts(uint32_t* columns, uint32_t* by_rows, const tilewise_tensor& view,
+                                 const RowScratch& removed) {
+    const int64_t used = round_up(lanes.count, S.panel);
+    lane_rows(rows, lanes, used, s, view);
+    for (int64_t i = 0; i < used / S.panel; ++i)
+      pack_columns_transposed<E>(columns + i * dve.units * S.panel, S.panel, do_t_plane,
+                                 rows + i * S.panel, S.panel, p.head_dim_v, dve.units);
+    const int64_t count = remove_nonfinite_rows(rows, used, p.head_dim_v, removed);
+    pack_rows<E>(by_rows, dve.n_ld, do_rows_plane, rows, used, p.head_dim_v);
+    return count;
   }
 
   TILEWISE_FN void load_queries(int64_t tile) {
@@ -95,45 +122,19 @@ struct Backward : BackwardScratch {
     const int64_t used = round_up(lanes.count, S.panel);
     const Range rows_of_tile = {lanes.row[0], lanes.row[lanes.count - 1] + 1};
     row_mask.begin(p, s, task.kv_head, rows_of_tile, {0, s.band.keys});
-    lane_rows(rows, lanes, used, s, p.q);
-    for (int64_t i = 0; i < used / S.panel; ++i)
-      pack_columns_transposed<E>(q_t + i * qk.units * S.panel, S.panel, q_t_plane,
-                                 rows + i * S.panel, S.panel, p.head_dim, qk.units);
-    nonfinite_q_count = remove_nonfinite_rows(rows, used, p.head_dim, nonfinite_q);
-    pack_rows<E>(q_rows, qk.n_ld, q_rows_plane, rows, used, p.head_dim);
-    lane_rows(rows, lanes, used, s, g.dout);
-    for (int64_t i = 0; i < used / S.panel; ++i)
-      pack_columns_transposed<E>(do_t + i * dve.units * S.panel, S.panel, do_t_plane,
-                                 rows + i * S.panel, S.panel, p.head_dim_v, dve.units);
-    nonfinite_do_count = remove_nonfinite_rows(rows, used, p.head_dim_v, nonfinite_do);
-    pack_rows<E>(do_rows, dve.n_ld, do_rows_plane, rows, used, p.head_dim_v);
+    nonfinite_q_count = pack_queries(q_t, q_rows, p.q, nonfinite_q);
+    nonfinite_do_count = pack_douts(do_t, do_rows, task.incoming.dout, nonfinite_do);
     for (int64_t lane = 0; lane < used; ++lane) {
       const int64_t at = min(lane, lanes.count - 1);
-      load_row(lane, lanes.row[at], lanes.head[at]);
+      const int64_t row = lanes.row[at];
+      const int64_t head = lanes.head[at];
+      weights.load_row(s, lane, row, head);
+      const Range seen = {lanes.begin[lane], lanes.end[lane]};
+      weights.single_key[lane] = sees_one_key(seen, row, head) ? -1 : 0;
+      dlse[lane] = task.incoming.dlse_at(s, row, head);
       delta[lane] = lane < lanes.count ? task.delta[tile * task.tile_stride * kQ + lane] : 0.0f;
     }
     for (int64_t i = 0; i < used / S.panel * qk.m * S.panel; ++i) dq[i] = 0.0f;
-  }
-
-  // Prepares the constants with which the scores of one row become weights: exp2((s - base) c -
-  // rest). `base` is lse in the units of S, rounded to fp32, so that s - base is exact where it
-  // matters; `rest` makes up for the rounding. The forward computed rows with huge scores in
-  // natural units, so they use these here as well.
-  TILEWISE_FN void load_row(int64_t lane, int64_t row, int64_t head) {
-    const LogSum sum = log_sum_of(p, s, row, head);
-    const bool is_huge = __builtin_fabsf(sum.lse) > kHugeScore && sum.lse != kMinusInfinity;
-    const double unit = general || is_huge ? 1.0 : static_cast<double>(scores.score.scale);
-    const double units = general || is_huge ? 1.0 : inverse_scale;
-    const float nearest = static_cast<float>(static_cast<double>(sum.lse) * units);
-    const double left =
-        static_cast<double>(sum.lse) - static_cast<double>(nearest) * unit + sum.low;
-    base[lane] = sum.lse == kMinusInfinity ? 0.0f : nearest;
-    rest[lane] = left - left == 0.0 ? static_cast<float>(left * kLog2eExact) : 0.0f;
-    c[lane] = static_cast<float>(unit * kLog2eExact);
-    huge[lane] = is_huge && !general ? -1 : 0;
-    all_plain = (lane == 0 || all_plain) && !is_huge;
-    dlse[lane] = g.dlse != nullptr ? g.dlse[dlse_index(g, s, row, head)] : 0.0f;
-    single_key[lane] = sees_one_key({lanes.begin[lane], lanes.end[lane]}, row, head) ? -1 : 0;
   }
 
   // Whether the weight of the row's only key is exactly 1: the row sees one key and has no sink.
@@ -184,13 +185,9 @@ struct Backward : BackwardScratch {
   TILEWISE_FN void softmax_lanes(int64_t first, Range keys, Visible visible) {
     const Lanes::Bounds bounds = kPlain ? Lanes::Bounds{} : lanes.bounds(first, keys);
     const I diagonal = kPlain ? I{} : ScoreTile::diagonal(s, lanes, first, keys);
-    const F base_lanes = load(base + first);
-    const F rest_lanes = load(rest + first);
+    const RowWeights::OfLanes row = weights.of_lanes<kPlain>(first);
     const F delta_lanes = load(delta + first);
-    const I huge_lanes = kPlain ? I{} : load_as<I>(huge + first);
-    const F c_lanes = kPlain ? splat(c[first]) : load(c + first);
     const F dlse_lanes = kPlain ? F{} : load(dlse + first);
-    const I single_key_lanes = kPlain ? I{} : load_as<I>(single_key + first);
     const bool changed = !kPlain && general;
     KeepMask keep;
     for (int32_t key = 0; key < kBackTileK; key += 2) {
@@ -201,10 +198,7 @@ struct Backward : BackwardScratch {
           keep = KeepMask::of(dropout, p, s, lanes, first, keys.begin + key + i);
         Score::Capped<F> score{load(s_tile + at), splat(1.0f)};
         if (changed) score = scores.at(score.value, diagonal, key + i, first);
-        if (!kPlain) score.value = huge_lanes ? score.value * scores.score.scale : score.value;
-        const F exponent = (score.value - base_lanes) * c_lanes - rest_lanes;
-        // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
-        F w = exp2<kExpDegree<T>>(exponent > 0.0f ? F{} : exponent);
+        const F w = weights.weight<T, kPlain>(row, score.value);
         F dp = load(dp_tile + at);
         F dropped = w;
         if constexpr (kDropout) {
@@ -215,7 +209,7 @@ struct Backward : BackwardScratch {
         F from_sum = dp - delta_lanes;
         // With a single key dp equals do.o, so their difference is exactly 0 rather than a rounding
         // error, unless dp is NaN or infinite.
-        if (!kPlain) from_sum = single_key_lanes ? (dp - dp) + dlse_lanes : from_sum;
+        if (!kPlain) from_sum = row.single_key ? (dp - dp) + dlse_lanes : from_sum;
         const F dscore = w * from_sum;
         ds[i] = changed ? dscore * score.derivative : dscore;
         I sees = I{} - 1;
@@ -243,81 +237,108 @@ struct Backward : BackwardScratch {
     }
   }
 
+  // One panel of a score tile, (+)= keys . queries, of keys from `first_key` of the chunk on.
+  TILEWISE_FN void score_product(float* tile, bool adds, const uint32_t* keys,
+                                 const uint32_t* queries, int64_t panel, int64_t first_key) {
+    E::gemm(tile + score_lane(panel * S.panel), kScoreLd, adds,
+            {keys + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
+            {queries + panel * qk.units * S.panel, S.panel, q_t_plane}, S.panel / W, qk.units);
+  }
+  TILEWISE_FN void value_score_product(float* tile, bool adds, const uint32_t* values,
+                                       const uint32_t* douts, int64_t panel, int64_t first_key) {
+    E::gemm(tile + score_lane(panel * S.panel), kScoreLd, adds,
+            {values + first_key * dve.ld, dve.ld, 1, v_plane}, kBackTileK,
+            {douts + panel * dve.units * S.panel, S.panel, do_t_plane}, S.panel / W, dve.units);
+  }
+
+  // What a panel sees of a key tile; reads the bits of a partial one.
+  TILEWISE_FN Visible see_panel(int64_t panel, Range keys) {
+    const int64_t lane = panel * S.panel;
+    const bool partial = lane_mask.of_panel(lanes, panel, S.panel, keys) != Coverage::full;
+    if (partial) lane_mask.load(lanes, lane, S.panel, keys, lane);
+    return {partial || keys.size() != kBackTileK || !lanes.panel_covers(panel, keys), partial};
+  }
+
   // The panels `used` of the query tile against one key tile.
   TILEWISE_FN void step(int64_t key_tile, Range keys, Range used) {
     const int64_t first_key = key_tile * kBackTileK;
     for (int64_t i = used.begin; i < used.end; ++i) {
       const int64_t lane = i * S.panel;
-      E::gemm(s_tile + score_lane(lane), kScoreLd, false,
-              {k + first_key * qk.ld, qk.ld, 1, k_plane}, kBackTileK,
-              {q_t + i * qk.units * S.panel, S.panel, q_t_plane}, S.panel / W, qk.units);
-      E::gemm(dp_tile + score_lane(lane), kScoreLd, false,
-              {v + first_key * dve.ld, dve.ld, 1, v_plane}, kBackTileK,
-              {do_t + i * dve.units * S.panel, S.panel, do_t_plane}, S.panel / W, dve.units);
+      score_product(s_tile, false, k, q_t, i, first_key);
+      value_score_product(dp_tile, false, v, do_t, i, first_key);
       if (general) scores.load_panel(s, lanes, lane, S.panel, keys, lane);
-      const bool partial = lane_mask.of_panel(lanes, i, S.panel, keys) != Coverage::full;
-      if (partial) lane_mask.load(lanes, lane, S.panel, keys, lane);
-      const bool masked = partial || keys.size() != kBackTileK || !lanes.panel_covers(i, keys);
+      const Visible visible = see_panel(i, keys);
       for (int64_t at = lane; at < lane + S.panel; at += W) {
         if (dropout.on())
-          softmax_lanes<false, true>(at, keys, {masked, partial});
-        else if (general || masked || !all_plain)
-          softmax_lanes<false>(at, keys, {masked, partial});
+          softmax_lanes<false, true>(at, keys, visible);
+        else if (general || visible.masked || !weights.all_plain)
+          softmax_lanes<false>(at, keys, visible);
         else
-          softmax_lanes<true>(at, keys, {masked, partial});
+          softmax_lanes<true>(at, keys, visible);
       }
     }
     products(key_tile, used);
   }
 
-  TILEWISE_FN void products(int64_t key_tile, Range used) {
-    const int64_t first_key = key_tile * kBackTileK;
+  // Rows with Inf or NaN that were removed from an operand.
+  struct Removed {
+    const RowScratch& rows;
+    int64_t count;
+  };
+
+  // Sums over the lanes `used`: sum[key] += weight[key][lane] rows[lane]. Rows that were removed
+  // are added where their weight is not 0.
+  TILEWISE_FN void sum_over_lanes(float* sums, int64_t ld, const uint32_t* w, const uint32_t* from,
+                                  int64_t plane, int64_t columns, Range used,
+                                  const Removed& removed) {
     const int64_t first_unit = used.begin * S.panel / S.pair;
-    const int64_t units = used.size() * S.panel / S.pair;
-    E::gemm(dv + first_key * dve.n_ld, dve.n_ld, true,
-            {p_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
-            {do_rows + first_unit * dve.n_ld, dve.n_ld, do_rows_plane}, ceil_div(p.head_dim_v, W),
-            units);
-    E::gemm(dk + first_key * qk.n_ld, qk.n_ld, true,
-            {ds_a + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
-            {q_rows + first_unit * qk.n_ld, qk.n_ld, q_rows_plane}, ceil_div(p.head_dim, W), units);
-    if (want_dq)
-      for (int64_t i = used.begin; i < used.end; ++i)
-        E::gemm(dq + i * qk.m * S.panel, S.panel, true,
-                E::rows_a(k_t_of(key_tile), qk.m_ld, kBackTileK, k_t_plane), qk.m,
-                {ds_b + i * S.panel, kQ, weights_plane}, S.panel / W, kTileUnits);
-    if (nonfinite_k_count + nonfinite_q_count + nonfinite_do_count > 0)
-      add_nonfinite(first_key, used);
+    E::gemm(sums, ld, true, {w + first_unit, kWeightsLd, 1, weights_plane}, kBackTileK,
+            {from + first_unit * ld, ld, plane}, ceil_div(columns, W),
+            used.size() * S.panel / S.pair);
+    for (int64_t b = 0; b < removed.count; ++b) {
+      const int64_t lane = removed.rows.index[b];
+      if (lane < used.begin * S.panel || lane >= used.end * S.panel) continue;
+      for (int64_t key = 0; key < kBackTileK; ++key)
+        add_scaled(sums + key * ld, E::weight_a(w, weights_plane, kWeightsLd, key, lane),
+                   static_cast<const T*>(removed.rows.address[b]), columns, 1);
+    }
+  }
+  TILEWISE_FN void add_dv(int64_t key_tile, Range used, const uint32_t* w, const uint32_t* from,
+                          const Removed& removed) {
+    sum_over_lanes(dv + key_tile * kBackTileK * dve.n_ld, dve.n_ld, w, from, do_rows_plane,
+                   p.head_dim_v, used, removed);
+  }
+  TILEWISE_FN void add_dk(int64_t key_tile, Range used, const uint32_t* w, const uint32_t* from,
+                          const Removed& removed) {
+    sum_over_lanes(dk + key_tile * kBackTileK * qk.n_ld, qk.n_ld, w, from, q_rows_plane, p.head_dim,
+                   used, removed);
   }
 
-  // Adds back the non-finite rows that were removed from the three products, where their weight is
-  // not 0.
-  TILEWISE_FN void add_nonfinite(int64_t first_key, Range used) {
-    const Range in_step = {used.begin * S.panel, used.end * S.panel};
-    for (int64_t key = 0; key < kBackTileK; ++key) {
-      float* const dk_row = dk + (first_key + key) * qk.n_ld;
-      float* const dv_row = dv + (first_key + key) * dve.n_ld;
-      for (int64_t b = 0; b < nonfinite_q_count; ++b)
-        if (in_step.contains(nonfinite_q.index[b]))
-          add_scaled(dk_row,
-                     E::weight_a(ds_a, weights_plane, kWeightsLd, key, nonfinite_q.index[b]),
-                     static_cast<const T*>(nonfinite_q.address[b]), p.head_dim, 1);
-      for (int64_t b = 0; b < nonfinite_do_count; ++b)
-        if (in_step.contains(nonfinite_do.index[b]))
-          add_scaled(dv_row,
-                     E::weight_a(p_a, weights_plane, kWeightsLd, key, nonfinite_do.index[b]),
-                     static_cast<const T*>(nonfinite_do.address[b]), p.head_dim_v, 1);
-    }
-    if (!want_dq) return;
-    for (int64_t b = 0; b < nonfinite_k_count; ++b) {
-      const int64_t key = nonfinite_k.index[b] - first_key;
+  // The weights are in both layouts: w_b for the product, w_a for removed keys.
+  TILEWISE_FN void sum_over_keys(int64_t key_tile, Range used, const uint32_t* w_b,
+                                 const uint32_t* w_a, const uint32_t* keys,
+                                 const Removed& removed) {
+    const uint32_t* const tile = keys + key_tile * S.parts * k_t_plane;
+    for (int64_t i = used.begin; i < used.end; ++i)
+      E::gemm(dq + i * qk.m * S.panel, S.panel, true,
+              E::rows_a(tile, qk.m_ld, kBackTileK, k_t_plane), qk.m,
+              {w_b + i * S.panel, kQ, weights_plane}, S.panel / W, kTileUnits);
+    for (int64_t b = 0; b < removed.count; ++b) {
+      const int64_t key = removed.rows.index[b] - key_tile * kBackTileK;
       if (key < 0 || key >= kBackTileK) continue;
-      for (int64_t lane = in_step.begin; lane < in_step.end; ++lane)
+      for (int64_t lane = used.begin * S.panel; lane < used.end * S.panel; ++lane)
         add_scaled(dq + lane / S.panel * qk.m * S.panel + lane % S.panel,
-                   E::weight_a(ds_a, weights_plane, kWeightsLd, key, lane),
-                   static_cast<const T*>(nonfinite_k.address[b]), p.head_dim, S.panel);
+                   E::weight_a(w_a, weights_plane, kWeightsLd, key, lane),
+                   static_cast<const T*>(removed.rows.address[b]), p.head_dim, S.panel);
     }
   }
+
+  TILEWISE_FN void products(int64_t key_tile, Range used) {
+    add_dv(key_tile, used, p_a, do_rows, {nonfinite_do, nonfinite_do_count});
+    add_dk(key_tile, used, ds_a, q_rows, {nonfinite_q, nonfinite_q_count});
+    if (want_dq) sum_over_keys(key_tile, used, ds_b, ds_a, k_t, {nonfinite_k, nonfinite_k_count});
+  }
+
   TILEWISE_FN static void add_scaled(float* sum, float weight, const T* row, int64_t columns,
                                      int64_t stride) {
     if (weight == 0.0f) return;
@@ -359,39 +380,46 @@ struct Backward : BackwardScratch {
            lane_mask.of_panel(lanes, index, S.panel, keys) != Coverage::none;
   }
 
-  TILEWISE_FN void run() {
-    load_keys();
+  // Self: this struct, or the one of Pass::second, which is derived from it and hides some members.
+  template <class Self>
+  TILEWISE_FN static void run(Self& self) {
+    const Problem& p = self.p;
+    const Lanes& lanes = self.lanes;
+    self.load_keys();
     const Packing packing{group_size(p)};
-    const Range seeing = s.band.rows_of_any(task.keys);
-    const Tiling tiling{packing.packed(s.band.rows), kQ};
+    const Range chunk_keys = self.task.keys;
+    const Range seeing = self.s.band.rows_of_any(chunk_keys);
+    const Tiling tiling{packing.packed(self.s.band.rows), kQ};
     const Range tiles = tiling.touching(
         {packing.packed(seeing.begin), packing.packed(max(seeing.begin, seeing.end))});
-    const Tiling key_tiling{task.keys.size(), kBackTileK};
-    lane_mask.begin(p, s, task.kv_head, {0, s.band.rows}, task.keys);
+    const Tiling key_tiling{chunk_keys.size(), kBackTileK};
+    self.lane_mask.begin(p, self.s, self.task.kv_head, {0, self.s.band.rows}, chunk_keys);
     for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
-      if (lane_mask.on() && !chunks_of(tile).contains(task.chunk)) continue;
-      load_queries(tile);
+      if (self.lane_mask.on() && !self.chunks_of(tile).contains(self.task.chunk)) continue;
+      self.load_queries(tile);
       const int64_t used_panels = ceil_div(lanes.count, S.panel);
       for (int64_t j = 0; j < key_tiling.count(); ++j) {
         const Range local = key_tiling.at(j);
-        const Range keys = {task.keys.begin + local.begin, task.keys.begin + local.end};
+        const Range keys = {chunk_keys.begin + local.begin, chunk_keys.begin + local.end};
         // Bounds do not decrease with the row, so the panels that see a key tile are contiguous. A
         // mask may hide it from panels in between, whose weights are then 0.
         Range active{0, used_panels};
-        while (active.begin < active.end && !panel_sees(active.begin, keys)) ++active.begin;
-        while (active.begin < active.end && !panel_sees(active.end - 1, keys)) --active.end;
-        if (!active.empty()) step(j, keys, active);
+        while (active.begin < active.end && !self.panel_sees(active.begin, keys)) ++active.begin;
+        while (active.begin < active.end && !self.panel_sees(active.end - 1, keys)) --active.end;
+        if (!active.empty()) self.step(j, keys, active);
       }
-      if (want_dq) add_dq(tile);
+      if (self.want_dq) self.add_dq(tile);
     }
-    finish();
+    self.finish();
   }
 
-  TILEWISE_FN void finish() {
+  TILEWISE_FN void finish() { write_keys(scores.score.scale); }
+
+  // dk is `factor` times its sum.
+  TILEWISE_FN void write_keys(float factor) {
     const KvSource gradient_source =
         p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
-    if (g.dk.data != nullptr)
-      write_rows(gradient_source, g.dk, dk, qk.n_ld, p.head_dim, scores.score.scale);
+    if (g.dk.data != nullptr) write_rows(gradient_source, g.dk, dk, qk.n_ld, p.head_dim, factor);
     if (g.dv.data != nullptr) write_rows(gradient_source, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
   }
 
@@ -415,7 +443,7 @@ template <class E>
 void backward_item(const BackwardTask& task, Arena scratch) {
   [[maybe_unused]] const typename E::Session session{};
   Backward<E> backward(task, scratch);
-  backward.run();
+  Backward<E>::run(backward);
 }
 
 }  // namespace

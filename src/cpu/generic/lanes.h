@@ -89,8 +89,9 @@ TILEWISE_FN int64_t lse_index(const Problem& p, const Sequence& s, int64_t row, 
   return s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
 }
 
-TILEWISE_FN int64_t dlse_index(const Gradients& g, const Sequence& s, int64_t row, int64_t head) {
-  return s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head;
+TILEWISE_FN int64_t lse_tangent_index(const Tangents& t, const Sequence& s, int64_t row,
+                                      int64_t head) {
+  return s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head;
 }
 
 TILEWISE_FN LogSum log_sum_of(const Problem& p, const Sequence& s, int64_t row, int64_t head) {

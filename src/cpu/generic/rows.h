@@ -77,16 +77,16 @@ TILEWISE_FN float dot_rows(const T* a, const T* b, int64_t columns) {
 template <class T>
 void delta_item(const RowTask& t) {
   const Problem& p = *t.problem;
-  const Gradients& g = *t.gradients;
   const Packing packing{group_size(p)};
   for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
     const int64_t packed = t.packed_rows.begin + i;
     const int64_t row = packing.row(packed);
     const int64_t head = t.kv_head * packing.group + packing.head(packed);
-    float delta =
+    const float delta =
         dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
-                 packed_row<const T>(p, t.sequence, t.kv_head, packed, g.dout), p.head_dim_v);
-    if (g.dlse != nullptr) delta -= g.dlse[dlse_index(g, t.sequence, row, head)];
+                 packed_row<const T>(p, t.sequence, t.kv_head, packed, t.incoming.dout),
+                 p.head_dim_v) -
+        t.incoming.dlse_at(t.sequence, row, head);
     t.delta[i] = delta;
     if (t.dsinks == nullptr) continue;
     const LogSum sum = log_sum_of(p, t.sequence, row, head);
@@ -95,7 +95,44 @@ void delta_item(const RowTask& t) {
   }
 }
 
-// dq = scale * sum. This tile's share of dscale is the sum of q . dq_sum over its rows.
+// The same for Pass::second: delta of the tangents of out and lse, and
+// second_delta = do.o + do'.o' - dlse of the results. The sink's score and its tangent have the
+// gradients of a key without a value.
+template <class T>
+void second_rows_item(const RowTask& t) {
+  const Problem& p = *t.problem;
+  const Tangents& tangents = *t.tangents;
+  const Incoming results = Incoming::of(*t.gradients);
+  const Packing packing{group_size(p)};
+  for (int64_t i = 0; i < t.packed_rows.size(); ++i) {
+    const int64_t packed = t.packed_rows.begin + i;
+    const int64_t row = packing.row(packed);
+    const int64_t head = t.kv_head * packing.group + packing.head(packed);
+    const auto row_of = [&](const tilewise_tensor& view) {
+      return packed_row<const T>(p, t.sequence, t.kv_head, packed, view);
+    };
+    const T* const dout = row_of(t.incoming.dout);
+    t.delta[i] =
+        dot_rows(row_of(p.out), dout, p.head_dim_v) - t.incoming.dlse_at(t.sequence, row, head);
+    float delta =
+        dot_rows(row_of(tangents.out), dout, p.head_dim_v) - results.dlse_at(t.sequence, row, head);
+    if (results.dout.data != nullptr)
+      delta += dot_rows(row_of(p.out), row_of(results.dout), p.head_dim_v);
+    t.second_delta[i] = delta;
+    if (t.dsinks == nullptr) continue;
+    const LogSum sum = log_sum_of(p, t.sequence, row, head);
+    const LogSum sink{p.sinks[head]};
+    const float tangent = tangents.sinks != nullptr ? tangents.sinks[head] : 0.0f;
+    const float centred =
+        tangent - tangents.lse[lse_tangent_index(tangents, t.sequence, row, head)];
+    t.dsinks[i] = sum.lse == kMinusInfinity
+                      ? 0.0f
+                      : -__builtin_expf(sink.above(sum)) * (delta + centred * t.delta[i]);
+  }
+}
+
+// dq = scale * sum, except that the sum of Pass::second contains the scale. This tile's share of
+// dscale is the sum of q . dq_sum over its rows.
 template <class E>
 void finish_dq_item(const RowTask& t) {
   using T = typename E::Storage;
@@ -103,7 +140,7 @@ void finish_dq_item(const RowTask& t) {
   const Problem& p = *t.problem;
   const Gradients& g = *t.gradients;
   const Extent qk = extent_of(S, p.head_dim);
-  const float scale = score_of(p).scale;
+  const float scale = t.tangents != nullptr ? 1.0f : score_of(p).scale;
   double dscale = 0.0;
   for (int64_t first = 0; first < t.packed_rows.size(); first += W) {
     const int64_t valid = min<int64_t>(W, t.packed_rows.size() - first);

@@ -15,10 +15,13 @@ TILEWISE_FN float slope_of(const Problem& p, int64_t batch, int64_t head) {
 TILEWISE_FN int64_t bias_offset(const Problem& p, int64_t batch, int64_t head, int64_t row) {
   return batch * p.bias_stride_batch + head * p.bias_stride_head + row * p.bias_stride_row;
 }
+TILEWISE_FN float bias_at(const void* bias, int32_t dtype, int64_t offset) {
+  if (dtype == TILEWISE_FLOAT32) return static_cast<const float*>(bias)[offset];
+  if (dtype == TILEWISE_FLOAT16) return to_float(static_cast<const Half*>(bias)[offset]);
+  return to_float(static_cast<const BFloat16*>(bias)[offset]);
+}
 TILEWISE_FN float bias_at(const Problem& p, int64_t offset) {
-  if (p.bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(p.bias)[offset];
-  if (p.bias_dtype == TILEWISE_FLOAT16) return to_float(static_cast<const Half*>(p.bias)[offset]);
-  return to_float(static_cast<const BFloat16*>(p.bias)[offset]);
+  return bias_at(p.bias, p.bias_dtype, offset);
 }
 
 // The bias of W keys, of which `count` exist: 0 or fewer beyond the end of a padded step.

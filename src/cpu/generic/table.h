@@ -4,7 +4,9 @@
 #include "cpu/generic/backward.h"
 #include "cpu/generic/decode.h"
 #include "cpu/generic/forward.h"
+#include "cpu/generic/jvp.h"
 #include "cpu/generic/rows.h"
+#include "cpu/generic/second.h"
 
 namespace tilewise::cpu {
 namespace {
@@ -16,7 +18,8 @@ const Kernels* kernels_of() {
   static constexpr Kernels kernels = {
       pack_item<E>,      forward_item<E>, decode_item<T, Products, kIsa>,
       combine_item<T>,   delta_item<T>,   backward_item<E>,
-      finish_dq_item<E>,
+      finish_dq_item<E>, jvp_item<E>,     second_rows_item<T>,
+      second_item<E>,
   };
   return &kernels;
 }

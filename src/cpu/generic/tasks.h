@@ -38,10 +38,39 @@ struct PackTask {
   int32_t* nonfinite;  // whether V has Inf or NaN
 };
 
+// One work item of the tangents: packed query rows of one key/value head.
+struct JvpTask {
+  const Problem* problem;
+  const Tangents* tangents;
+  Sequence sequence;
+  int64_t kv_head;
+  Range packed_rows;
+};
+
+// The gradients that a backward starts from: those of out and lse, or, in Pass::second, those of
+// their tangents.
+struct Incoming {
+  tilewise_tensor dout;
+  const float* dlse;  // null: 0
+  int64_t dlse_stride_batch;
+  int64_t dlse_stride_head;
+
+  template <class Struct>
+  static Incoming of(const Struct& from) {
+    return {from.dout, from.dlse, from.dlse_stride_batch, from.dlse_stride_head};
+  }
+  TILEWISE_FN float dlse_at(const Sequence& s, int64_t row, int64_t head) const {
+    if (dlse == nullptr) return 0.0f;
+    return dlse[s.lse_offset(dlse_stride_batch, row) + head * dlse_stride_head];
+  }
+};
+
 // One backward work item: a chunk of keys of one key/value head, over all query tiles that see it.
 struct BackwardTask {
   const Problem* problem;
   const Gradients* gradients;
+  const Tangents* tangents;  // null unless the pass is Pass::second, as are the fields for it
+  Incoming incoming;
   Sequence sequence;
   int64_t kv_head;
   Range keys;
@@ -49,20 +78,25 @@ struct BackwardTask {
   // Per query tile of this sequence and head, tile_stride entries apart.
   float* dq_sum;       // [panel][head_dim][lane]: dq summed over keys, unscaled; null: not wanted
   const float* delta;  // [lane]: do.o - dlse
-  int32_t* dq_semaphores;  // number of chunks added to dq_sum so far
+  const float* second_delta;  // [lane]: do.o - dlse of the results, not of their tangents
+  int32_t* dq_semaphores;     // number of chunks added to dq_sum so far
   int64_t tile_stride = 1;
   uint64_t* chunks = nullptr;  // [word] of a ChunkSet; null without a mask: the band says it
   int64_t chunk_words = 0;
+  double* dscale;  // Pass::second: the contribution of this item; null: not wanted
 };
 
 // One query tile of the row-wise passes: delta, dq, and the contributions to dsinks and dscale.
 struct RowTask {
   const Problem* problem;
   const Gradients* gradients;
+  const Tangents* tangents;  // null unless the pass is Pass::second
+  Incoming incoming;
   Sequence sequence;
   int64_t kv_head;
   Range packed_rows;
   float* delta;         // [lane]
+  float* second_delta;  // [lane]: Pass::second
   float* dsinks;        // [lane]: contribution of this row; null: not wanted
   const float* dq_sum;  // null: no chunk saw this tile
   float* dscale;        // one float: contribution of this tile; null: not wanted
@@ -77,6 +111,9 @@ struct Kernels {
   void (*delta)(const RowTask&);
   void (*backward)(const BackwardTask&, Arena scratch);
   void (*finish_dq)(const RowTask&);
+  void (*jvp)(const JvpTask&, Arena scratch);
+  void (*second_rows)(const RowTask&);
+  void (*second)(const BackwardTask&, Arena scratch);
 };
 
 // One table per instruction set, indexed by dtype; null where this build has none.

@@ -102,6 +102,9 @@ Plan plan(const Request& request, const Target& target) {
       return plan_forward(request.problem, *kernel_set, target.gpu, nan_recompute);
     case Pass::backward:
       return plan_backward(request, *kernel_set, target.gpu, nan_recompute);
+    case Pass::jvp:
+    case Pass::second:
+      return {};  // not in `passes`
   }
   return {};
 }

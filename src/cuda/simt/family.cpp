@@ -49,6 +49,9 @@ Plan plan(const Request& request, const Target& target) {
       return plan_forward(request.problem, *kernel_set, target.gpu);
     case Pass::backward:
       return plan_backward(request, *kernel_set, target.gpu);
+    case Pass::jvp:
+    case Pass::second:
+      return {};  // not in `passes`
   }
   return {};
 }

@@ -1,0 +1,99 @@
+// What the launches of all passes share: the kernels of an instruction set, running work items on
+// threads, the numbering of query tiles, and zeroing the rows that no work item writes.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "attention/schedule.h"
+#include "base/parallel.h"
+#include "cpu/generic/tasks.h"
+#include "cpu/layout.h"
+
+namespace tilewise::cpu {
+
+inline const Kernels& kernels_for(Isa isa, int32_t dtype) {
+#if defined(__x86_64__)
+  static constexpr KernelTable tables[] = {portable_kernels, avx2_kernels, avx512_kernels,
+                                           avx512_bf16_kernels, amx_kernels};
+  return *tables[static_cast<size_t>(isa)](dtype);
+#else
+  (void)isa;
+  return *portable_kernels(dtype);
+#endif
+}
+
+// Below this many multiply-adds, waking a thread costs more than it saves (about 5 us).
+inline constexpr int64_t kSerialWork = 1 << 18;
+
+// Runs items [0, items); workers take them in ascending order from a shared counter. `work` is any
+// measure of the multiply-adds in all of them.
+template <class Item>
+void run_items(const Parallel& parallel, int64_t items, int64_t work, const Item& item) {
+  std::atomic<int64_t> next{0};
+  const int64_t workers =
+      work < kSerialWork ? 1 : clamp(items, 1, static_cast<int64_t>(parallel.threads));
+  parallel.run(workers, [&](int64_t worker) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(worker, i);
+  });
+}
+
+inline int64_t saturating_work(int64_t a, int64_t b, int64_t c) {
+  int64_t ab = 0;
+  int64_t abc = 0;
+  return checked_mul(a, b, &ab) && checked_mul(ab, c, &abc) ? abc : INT64_MAX;
+}
+
+// The query tiles of every sequence, numbered from first_tile[b] on.
+struct QueryTiles {
+  const Problem& p;
+  int64_t step;
+  int64_t* first_tile;
+  int64_t max_tiles = 0;  // of one sequence
+  int64_t max_keys = 0;   // of one sequence
+  int64_t total = 0;
+
+  QueryTiles(const Problem& problem, int64_t tile, int64_t* first)
+      : p(problem), step(tile), first_tile(first) {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      first_tile[b] = total;
+      const Sequence s = sequence_of(p, b);
+      const int64_t count = tiling(s).count();
+      total += count;
+      max_tiles = max(max_tiles, count);
+      max_keys = max(max_keys, s.band.keys);
+    }
+    first_tile[p.batch] = total;
+  }
+  Tiling tiling(const Sequence& s) const { return {s.band.rows * group_size(p), step}; }
+  // Index of a tile and key/value head in per-tile arrays.
+  int64_t id(int64_t b, int64_t kv_head, int64_t tile) const {
+    return (first_tile[b] + tile) * p.heads_kv + kv_head;
+  }
+  int64_t heads() const { return p.batch * p.heads_kv; }
+};
+
+// Calls row() for the unused rows of q: those beyond seqused_q and beyond the last cu_seqlens
+// entry.
+template <class Row>
+void for_unused_rows(const Problem& p, const Row& row) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = sequence_of(p, b);
+    const int64_t rows = query_rows(p, b).size();
+    for (int64_t i = s.band.rows; i < rows; ++i) row(s, i);
+  }
+  if (p.cu_seqlens_q == nullptr) return;
+  Sequence rest{};
+  rest.first_row = p.batch > 0 ? p.cu_seqlens_q[p.batch] : 0;
+  for (int64_t i = 0; rest.first_row + i < p.seqlen_q; ++i) row(rest, i);
+}
+
+inline void zero_row(int32_t dtype, const tilewise_tensor& view, int64_t offset, int64_t heads,
+                     int64_t columns) {
+  const int64_t size = element_bytes(dtype);
+  for (int64_t h = 0; h < heads; ++h)
+    std::memset(static_cast<char*>(view.data) + (offset + h * view.stride_head) * size, 0,
+                static_cast<size_t>(columns * size));
+}
+
+}  // namespace tilewise::cpu

@@ -1,0 +1,470 @@
+"""Forward mode and second derivatives of arrays: against the float64 oracle, by identities that
+need none, and where inputs are extreme or masked."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import oracle
+import tilewise
+from bounds import FP32_OUT_UNITS, FP32_RELATIVE, GRADIENT_FACTOR, UNIT, largest
+from tilewise import Tangents, _abi, _describe, _numpy_tangents
+from tilewise._library import c_library
+from tilewise._request import Request, Shard
+
+DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SEED = 71
+BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM, DIM_V = 2, 37, 150, 4, 2, 16, 24
+
+# Options of the call, and the inputs that have a tangent.
+CASES = {
+    "plain": ({}, "qkv"),
+    "causal, scale": ({"causal": True, "scale": 0.3}, "qkv scale"),
+    "window, keys alone": ({"window": (40, 3)}, "k"),
+    "softcap, bias, sinks": (
+        {"softcap": 2.0, "bias": (2, 1, ROWS, KEYS), "sinks": True}, "qkv bias sinks scale"
+    ),
+    "alibi, values alone": ({"slopes": True, "bias": (1, HEADS, 1, KEYS)}, "v"),
+    "dropout, softcap": ({"dropout_p": 0.3, "softcap": 3.0, "causal": True}, "qkv scale"),
+    "queries alone, sinks": ({"sinks": True, "window": (9, 0)}, "q"),
+    "varlen": ({"lengths": True, "causal": True}, "qv"),
+}  # fmt: skip
+
+
+class Case:
+    """A problem in float64 whose numbers the dtype represents, and its arrays."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        given, self.moving = CASES[name]
+        given = dict(given)
+        self.dtype = dtype
+        self.rng = np.random.default_rng(SEED)
+        self.q = self.draw(BATCH * ROWS, HEADS, DIM)
+        self.k = self.draw(BATCH * KEYS, HEADS_KV, DIM)
+        self.v = self.draw(BATCH * KEYS, HEADS_KV, DIM_V)
+        lengths = {}
+        if given.pop("lengths", False):
+            lengths = {
+                "cu_seqlens_q": [0, 20, BATCH * ROWS], "cu_seqlens_k": [0, 130, BATCH * KEYS],
+                "seqused_q": [20, 50], "seqused_k": [100, 170],
+            }  # fmt: skip
+        self.lengths = {n: np.array(x, np.int32) for n, x in lengths.items()}
+        self.sequences = oracle.sequences_of(BATCH, ROWS, KEYS, **lengths)
+        self.bias = self.draw(*given["bias"]) if "bias" in given else None
+        self.sinks = self.draw(HEADS, dtype="fp32") if given.pop("sinks", False) else None
+        slopes = self.rng.uniform(0, 0.2, (BATCH, HEADS)).astype(np.float32)
+        slopes = slopes if given.pop("slopes", False) else None
+        self.scale = given.get("scale", DIM**-0.5)
+        self.options = {
+            **given, **{n: x for n, x in (("alibi_slopes", slopes), ("sinks", self.sinks))
+                        if x is not None},
+        }  # fmt: skip
+        if self.bias is not None:
+            self.options["bias"] = self.low(self.bias)
+        np.random.seed(SEED)
+        seed, offset = np.random.randint(0, 2**62, 2, dtype=np.int64)
+        left, right = given.get("window", (None, None))
+        right = 0 if given.get("causal") else right
+        self.oracle_options = oracle.Options(
+            scale=self.scale, window=(-1 if left is None else left, -1 if right is None else right),
+            softcap=given.get("softcap", 0.0), bias=self.bias,
+            slopes=None if slopes is None else slopes.astype(np.float64), sinks=self.sinks,
+            dropout_p=given.get("dropout_p", 0.0), seed=int(seed), offset=int(offset),
+        )  # fmt: skip
+        self.tangents = self.direction()
+        rows = (BATCH * ROWS, HEADS)
+        self.dout, self.dout_t = self.draw(*rows, DIM_V), self.draw(*rows, DIM_V)
+        self.dlse, self.dlse_t = self.draw(*rows, dtype="fp32"), self.draw(*rows, dtype="fp32")
+
+    def draw(self, *shape: int, dtype: str | None = None) -> np.ndarray:
+        numbers = self.rng.standard_normal(shape)
+        return numbers.astype(DTYPES[dtype or self.dtype]).astype(np.float64)
+
+    def direction(self) -> oracle.Tangents:
+        moving = {n: self.draw(*getattr(self, n).shape) for n in self.moving.split()[0]}
+        for name in self.moving.split()[1:]:
+            number = name in ("sinks", "scale")
+            shape = () if name == "scale" else getattr(self, name).shape
+            moving[name] = self.draw(*shape, dtype="fp32" if number else None)
+        if "scale" in moving:
+            moving["scale"] = float(moving["scale"])
+        return oracle.Tangents(**moving)
+
+    def low(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(DTYPES[self.dtype])
+
+    def shaped(self, x: np.ndarray) -> np.ndarray:
+        """Flat rows as the call takes them: by sequence, unless lengths are given."""
+        x = self.low(x)
+        return x if self.lengths else x.reshape(BATCH, -1, *x.shape[1:])
+
+    def by_row(self, lse: np.ndarray) -> np.ndarray:
+        """lse [N, Hq] as the call takes it."""
+        lse = lse.astype(np.float32)
+        if self.lengths:
+            return np.ascontiguousarray(lse.T)
+        return np.ascontiguousarray(lse.reshape(BATCH, ROWS, HEADS).swapaxes(1, 2))
+
+    def call(self, function, *given, **options):
+        np.random.seed(SEED)
+        return function(*given, **self.options, **options, **self.lengths)
+
+    def given_tangents(self, t: oracle.Tangents) -> Tangents:
+        moved = {n: self.shaped(x) for n in "qkv" if (x := getattr(t, n)) is not None}
+        if t.bias is not None:
+            moved["bias"] = self.low(t.bias)
+        return Tangents(**moved, sinks=t.sinks, scale=t.scale)
+
+    def forward(self) -> None:
+        self.arrays = [self.shaped(x) for x in (self.q, self.k, self.v)]
+        np.random.seed(SEED)
+        if self.lengths:
+            starts = [self.lengths[n] for n in ("cu_seqlens_q", "cu_seqlens_k")]
+            used = {n: x for n, x in self.lengths.items() if "used" in n}
+            call = tilewise.attention_varlen
+            self.out, self.lse = call(*self.arrays, *starts, return_lse=True, **used,
+                                      **self.options)  # fmt: skip
+        else:
+            self.out, self.lse = tilewise.attention(*self.arrays, return_lse=True, **self.options)
+
+    def jvp(self, t: oracle.Tangents):
+        given = self.given_tangents(t)
+        return self.call(tilewise.attention_jvp, given, *self.arrays, self.out, self.lse)
+
+    def second(self, t: oracle.Tangents, out_t, lse_t, dout_t, dlse_t=None, **results):
+        return self.call(
+            tilewise.attention_second, self.given_tangents(t), out_t, lse_t, self.shaped(dout_t),
+            *self.arrays, self.out, self.lse,
+            dlse_tangent=None if dlse_t is None else self.by_row(dlse_t), **results,
+        )  # fmt: skip
+
+    def flat(self, x: np.ndarray) -> np.ndarray:
+        return np.asarray(x, np.float64).reshape(-1, *x.shape[-2:])
+
+    def flat_lse(self, lse: np.ndarray) -> np.ndarray:
+        return lse.T if self.lengths else lse.swapaxes(1, 2).reshape(-1, HEADS)
+
+
+def plain(case: Case):
+    """Attention by plain PyTorch in the dtype of the case, as a function of its inputs."""
+    o, group = case.oracle_options, HEADS // HEADS_KV
+
+    def forward(x: dict[str, torch.Tensor]):
+        outs, lses = [], []
+        for s in case.sequences:
+            n, m = len(s.rows), len(s.keys)
+            q = x["q"][s.rows].transpose(0, 1)
+            k, v = (x[c][s.keys].repeat_interleave(group, 1).transpose(0, 1) for c in "kv")
+            score = (q @ k.mT) * x["scale"]
+            if o.softcap:
+                score = o.softcap * torch.tanh(score / o.softcap)
+            if o.slopes is not None:
+                distance = np.abs(oracle.aligned(o, s.batch, n, m) - np.arange(m))
+                slope = torch.from_numpy(o.slopes[s.batch][:, None, None] * distance)
+                score = score - slope.to(score)
+            if "bias" in x:
+                score = score + x["bias"][s.batch if len(x["bias"]) > 1 else 0]
+            hidden = torch.from_numpy(~oracle.visible(o, s.batch, n, m))
+            score = score.masked_fill(hidden, -math.inf)
+            if "sinks" in x:
+                sink = x["sinks"].to(score)[:, None, None].expand(-1, n, 1)
+                score = torch.cat([score, sink], -1)
+            p = torch.softmax(score, -1)[..., :m]
+            if o.dropout_p:
+                keep = oracle.kept(o, s.batch, HEADS, n, m) / (1 - float(np.float32(o.dropout_p)))
+                p = p * torch.from_numpy(keep).to(p)
+            outs.append((p @ v).transpose(0, 1))
+            lses.append(torch.logsumexp(score.float(), -1).T)
+        return torch.cat(outs), torch.cat(lses)
+
+    return forward
+
+
+def plain_errors(case: Case, want: oracle.TangentResult) -> dict[str, float]:
+    """The largest error of plain PyTorch, in the dtype of the case, per result."""
+    kind = TORCH[case.dtype]
+    of = {n: getattr(case, n) for n in ("q", "k", "v", "bias", "sinks")}
+    of = {n: torch.from_numpy(np.asarray(x)) for n, x in of.items() if x is not None}
+    of["scale"] = torch.tensor(case.scale)
+    of = {n: x.to(torch.float32 if n in ("sinks", "scale") else kind) for n, x in of.items()}
+    along = {n: torch.zeros_like(x) for n, x in of.items()}
+    for name in of:
+        moved = getattr(case.tangents, name)
+        if moved is not None:
+            along[name] = torch.from_numpy(np.asarray(moved)).to(of[name])
+    leaves = tuple(x.requires_grad_() for x in of.values())
+    forward = plain(case)
+    results, moved = torch.autograd.functional.jvp(
+        lambda *x: forward(dict(zip(of, x, strict=True))), leaves, tuple(along.values()),
+        create_graph=True,
+    )  # fmt: skip
+    used = np.concatenate([s.rows for s in case.sequences])
+    incoming = [case.dout, case.dlse, case.dout_t, case.dlse_t]
+    loss = sum(
+        (x.float() * torch.from_numpy(g[used]).float()).sum()
+        for x, g in zip((*results, *moved), incoming, strict=True)
+    )
+    gradients = dict(zip(of, torch.autograd.grad(loss, leaves), strict=True))
+    exact = {n: getattr(want, f"d{n}") for n in of}
+    errors = {n: largest(g.double().numpy() - exact[n]) for n, g in gradients.items()}
+    errors["out"] = largest(moved[0].detach().double().numpy() - want.out[used])
+    errors["lse"] = largest(moved[1].detach().double().numpy() - want.lse[used])
+    return errors
+
+
+def check(name: str, got, want, bound: float) -> None:
+    error = np.abs(np.asarray(got, np.float64) - want)
+    assert np.all(error <= bound), f"{name}: off by {error.max():.3e}, allowed {bound:.3e}"
+
+
+def fp32_bound(case: Case, want: oracle.TangentResult, name: str, size: float) -> float:
+    """The bounds of bounds.py: tangents as the forward, gradients as those of the backward."""
+    unit = UNIT["fp32"]
+    if name in ("out", "lse"):
+        terms = want.out_size if name == "out" else want.lse_size
+        return max(FP32_RELATIVE * size, FP32_OUT_UNITS * unit * terms)
+    t, group = case.tangents, HEADS // HEADS_KV
+
+    def norm(axes: tuple[int, ...]) -> float:
+        return max(float(np.sqrt((e**2).sum(axis=axes)).max()) for e in want.ds_sizes)
+
+    def meets(x: np.ndarray, moved: np.ndarray | None) -> float:
+        """The factor of the gradients of the scores and of their tangents."""
+        of_tangent = 0.0 if moved is None else case.scale * largest(moved)
+        return (case.scale + abs(t.scale or 0.0)) * largest(x) + of_tangent
+
+    terms = {
+        "q": norm((2,)) * meets(case.k, t.k),
+        "k": math.sqrt(group) * norm((1,)) * meets(case.q, t.q),
+        "v": want.dv_size, "sinks": want.dsinks_size, "scale": want.dscale_size,
+    }  # fmt: skip
+    if case.bias is not None:
+        reduced = tuple(i for i in (0, 1) if case.bias.shape[i + 1] == 1)
+        terms["bias"] = math.sqrt(BATCH if len(case.bias) == 1 else 1) * norm(reduced)
+    rounding = 8 * unit if name == "v" else 2 * unit * (math.sqrt(DIM_V) + 4)
+    return FP32_RELATIVE * size + rounding * terms[name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name, dtype):
+    case = Case(name, dtype)
+    incoming = (case.dout, case.dlse, case.dout_t, case.dlse_t)
+    want = oracle.tangents(
+        case.q, case.k, case.v, case.sequences, case.oracle_options, case.tangents, incoming
+    )
+    case.forward()
+    out_t, lse_t = case.jvp(case.tangents)
+    results = {"dout": case.shaped(case.dout), "dlse": case.by_row(case.dlse)}
+    got = case.second(case.tangents, out_t, lse_t, case.dout_t, case.dlse_t, **results)
+    pairs = {
+        "out": (case.flat(out_t), want.out), "lse": (case.flat_lse(lse_t), want.lse),
+        "q": (case.flat(got.dq), want.dq), "k": (case.flat(got.dk), want.dk),
+        "v": (case.flat(got.dv), want.dv), "scale": (got.dscale, want.dscale),
+    }  # fmt: skip
+    if case.bias is not None:
+        pairs["bias"] = (got.dbias, want.dbias)
+    if case.sinks is not None:
+        pairs["sinks"] = (got.dsinks, want.dsinks)
+    unit = UNIT[dtype]
+    if dtype == "fp32":
+        for key, (mine, exact) in pairs.items():
+            check(key, mine, exact, fp32_bound(case, want, key, largest(exact)))
+        return
+    plain_error = plain_errors(case, want)
+    for key, (mine, exact) in pairs.items():
+        factor = 1.0 if key in ("out", "lse") else GRADIENT_FACTOR
+        check(key, mine, exact, factor * plain_error[key] + unit * largest(exact))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identities(dtype):
+    """<J t, b> = <t, B b> where B is the backward, and second is symmetric: its directional
+    derivative along t, contracted with u, is that along u, contracted with t."""
+    case = Case("softcap, bias, sinks", dtype)
+    case.forward()
+    t, u = case.tangents, case.direction()
+    out_t, lse_t = case.jvp(t)
+    backward = case.call(
+        tilewise.attention_backward, case.shaped(case.dout_t), *case.arrays, case.out, case.lse,
+        dlse=case.by_row(case.dlse_t),
+    )  # fmt: skip
+
+    def inner(gradients, along: oracle.Tangents) -> float:
+        flat = {n: case.flat(getattr(gradients, f"d{n}")) for n in "qkv"}
+        flat |= {n: getattr(gradients, f"d{n}") for n in ("bias", "sinks", "scale")}
+        return float(sum((flat[n] * getattr(along, n)).sum() for n in flat if n != "scale")
+                     + flat["scale"] * along.scale)  # fmt: skip
+
+    forward = (case.flat(out_t) * case.dout_t).sum()
+    forward += (case.flat_lse(lse_t).astype(np.float64) * case.dlse_t).sum()
+    size = math.sqrt((case.flat(out_t) ** 2).sum() * (case.dout_t**2).sum())
+    assert abs(forward - inner(backward, t)) < 4 * UNIT[dtype] * size
+
+    along_t = case.second(t, out_t, lse_t, case.dout_t, case.dlse_t)
+    along_u = case.second(u, *case.jvp(u), case.dout_t, case.dlse_t)
+    one, other = inner(along_t, u), inner(along_u, t)
+    norm = math.sqrt(sum((case.flat(getattr(along_t, f"d{n}")) ** 2).sum() for n in "qkv"))
+    assert abs(one - other) < 16 * UNIT[dtype] * norm * math.sqrt(DIM)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_shift_that_all_keys_share(dtype):
+    """It moves all scores of a row alike, so out does not move; its rounding would be 0.4."""
+    rng = np.random.default_rng(SEED)
+    q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(DTYPES[dtype]) for n in (64, 4096, 4096))
+    shift = 100 * rng.standard_normal((1, 1, 1, 64)) / 8
+    shift = np.broadcast_to(shift, k.shape).astype(DTYPES[dtype])
+    out, lse = tilewise.attention(q, k, v, return_lse=True)
+    moved, lse_t = tilewise.attention_jvp(Tangents(k=shift), q, k, v, out, lse)
+    exact = (q.astype(np.float64) @ shift[0, 0].astype(np.float64).T / 8)[..., 0]
+    assert largest(moved.astype(np.float64)) < 1e-2
+    assert largest(lse_t[0, 0] - exact[0, :, 0]) < 1e-5 * largest(exact)
+
+
+def test_rows_without_keys_and_infinite_sinks():
+    rng = np.random.default_rng(SEED)
+    q, k, v = (rng.standard_normal((1, n, 2, 8)).astype(np.float32) for n in (9, 5, 5))
+    t = Tangents(q, k, v)  # rows 0 to 3 see no key
+    out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
+    out_t, lse_t = tilewise.attention_jvp(t, q, k, v, out, lse, causal=True)
+    assert not out_t[:, :4].any() and not lse_t[:, :, :4].any()
+    assert out_t[:, 5:].all() and lse_t[:, :, 5:].all()
+    g = tilewise.attention_second(t, out_t, lse_t, out, q, k, v, out, lse, causal=True)
+    assert not g.dq[:, :4].any() and np.isfinite(g.dk).all()
+
+    sinks, moved = np.array([np.inf, -np.inf], np.float32), np.array([3.0, 5.0], np.float32)
+    options = {"sinks": sinks, "causal": True}
+    t = t._replace(sinks=moved)
+    out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
+    out_t, lse_t = tilewise.attention_jvp(t, q, k, v, out, lse, **options)
+    assert not out_t[:, :, 0].any() and np.all(lse_t[:, 0] == 3.0)
+    assert np.isfinite(out_t).all() and not lse_t[:, 1, :4].any()
+    g = tilewise.attention_second(
+        t, out_t, lse_t, np.ones_like(out), q, k, v, out, lse, dlse=np.ones_like(lse), **options
+    )
+    assert g.dsinks is not None and np.allclose(g.dsinks, [9.0, 0.0])
+    assert all(np.isfinite(x).all() for x in g[:3])
+
+
+def test_nan_in_what_no_row_sees_changes_nothing():
+    """Keys 100 on lie behind the band of every row, and the first keys before that of most."""
+    case = Case("window, keys alone", "fp32")
+    case.tangents.q, case.tangents.v = case.draw(*case.q.shape), case.draw(*case.v.shape)
+    case.oracle_options.window = (10, 0)
+    case.options["window"] = (10, 0)
+    case.forward()
+    out_t, lse_t = case.jvp(case.tangents)
+    results = {"dout": case.shaped(case.dout)}
+    clean = case.second(case.tangents, out_t, lse_t, case.dout_t, **results)
+    seen = oracle.visible(case.oracle_options, 0, ROWS, KEYS).any(axis=0)
+    hidden = np.tile(~seen, BATCH)
+    for x in (case.tangents.k, case.tangents.v):
+        x[hidden] = np.nan
+    again, lse_again = case.jvp(case.tangents)
+    assert np.array_equal(again, out_t) and np.array_equal(lse_again, lse_t)
+    got = case.second(case.tangents, out_t, lse_t, case.dout_t, **results)
+    assert all(np.array_equal(x, y) for x, y in zip(got[:3], clean[:3], strict=True))
+    # A key that one row sees reaches that row alone.
+    first = int(np.argmax(seen))
+    case.tangents.k[first] = np.nan
+    again, _ = case.jvp(case.tangents)
+    rows = oracle.visible(case.oracle_options, 0, ROWS, KEYS)[:, first]
+    assert np.isnan(again[0, rows]).any(axis=-1)[:, : HEADS // HEADS_KV].all()
+    assert np.array_equal(again[0, ~rows], out_t[0, ~rows])
+    assert np.array_equal(again[1], out_t[1])
+
+
+def test_shard_of_a_longer_sequence():
+    """Rows from 20 on, as a shard, give the tangents of the whole problem."""
+    case = Case("dropout, softcap", "fp32")
+    case.forward()
+    whole, _ = case.jvp(case.tangents)
+    np.random.seed(SEED)
+    state = np.random.randint(0, 2**62, 2, dtype=np.int64)
+    shard = Shard(np.zeros(BATCH, np.int32), row_offset=20, dropout_state=state)
+    request = Request(**case.options, shard=shard)  # the last rows: aligned as they are
+    q, k, v = case.arrays
+    call = _numpy_tangents._Call(q[:, 20:], k, v, "bshd", request, (None,) * 4)
+    call.set_results(case.out[:, 20:], case.lse[:, :, 20:])
+    t = case.given_tangents(case.tangents)
+    call.set_tangents(t._replace(q=t.q[:, 20:]))
+    part, _ = call.jvp()
+    assert np.allclose(part, whole[:, 20:], rtol=0, atol=2e-6 * largest(whole))
+
+
+def plan_of(rows: int, which: int) -> int:
+    """The workspace of a pass with every tangent, for one head of 8 columns."""
+    q = np.zeros((1, rows, 1, 8), np.float32)
+    call = _numpy_tangents._Call(q, q, q, "bshd", Request(), (None,) * 4)
+    call.set_tangents(Tangents(q, q, q, scale=1.0))
+    call.tangents.out = _describe.rows(call.keep(q), False)
+    gradients = _abi.sized(_abi.Gradients)
+    if which == _abi.SECOND:
+        for name in ("dout", "dq", "dk", "dv"):
+            setattr(gradients, name, _describe.rows(call.keep(q), False))
+    return call.workspace(gradients if which == _abi.SECOND else None)[2]
+
+
+def test_memory_is_linear():
+    for which in (_abi.JVP, _abi.SECOND):
+        small, large = plan_of(32768, which), plan_of(65536, which)
+        assert large < 2.1 * small and large < 65536 * 1024
+    rng = np.random.default_rng(SEED)
+    q, k, v = (rng.standard_normal((1, 65536, 1, 8)).astype(np.float32) for _ in range(3))
+    options = {"window": (64, 0)}
+    out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
+    t = Tangents(v, q, k)
+    out_t, lse_t = tilewise.attention_jvp(t, q, k, v, out, lse, **options)
+    g = tilewise.attention_second(t, out_t, lse_t, out, q, k, v, out, lse, **options)
+    # The last row, computed from the keys that it sees.
+    last = (slice(None), slice(-65, None))
+    row = (slice(None), slice(-1, None))
+    part = tilewise.attention_jvp(
+        Tangents(v[row], q[last], k[last]), q[row], k[last], v[last], out[row], lse[..., -1:]
+    )
+    assert np.allclose(part[0], out_t[row], atol=1e-5) and np.isfinite(g.dk).all()
+
+
+def test_explain_and_capabilities_name_both_passes():
+    q = np.zeros((1, 4, 2, 8), np.float32)
+    explained = tilewise.explain(q, q, q, bias=np.zeros((4, 4), np.float32), scale=0.5)
+    assert explained.jvp.kernel.endswith(".jvp.f32")
+    assert explained.second.kernel.endswith(".second.f32")
+    assert "batch_invariant 1: it is not" in tilewise.explain(q, q, q, batch_invariant=True).jvp
+    for kernel in tilewise.capabilities():
+        assert kernel.jvp == kernel.second == (kernel.device == "cpu")
+
+
+def test_refusals():
+    q = np.zeros((1, 4, 2, 8), np.float32)
+    out, lse = tilewise.attention(q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match=r"tangents.bias is given, but bias is None"):
+        tilewise.attention_jvp(Tangents(bias=q), q, q, q, out, lse)
+    with pytest.raises(TypeError, match=r"tangents.q has dtype float64, but must be float32"):
+        tilewise.attention_jvp(Tangents(q=q.astype(np.float64)), q, q, q, out, lse)
+    with pytest.raises(ValueError, match=r"tangents.v has shape \[1, 3, 2, 8\]"):
+        tilewise.attention_jvp(Tangents(v=q[:, :3]), q, q, q, out, lse)
+
+    library = c_library()
+    for name, value, sentence in (
+        ("block_table", q.ctypes.data, "jvp with block_table: keys and values in pages are not"),
+        ("batch_invariant", 1, "jvp with batch_invariant 1: it is not supported; 0 is allowed"),
+    ):
+        call = _numpy_tangents._Call(q, q, q, "bshd", Request(), (None,) * 4)
+        setattr(call.attention, name, value)
+        call.attention.page_size = 1
+        info = _abi.sized(_abi.PlanInfo)
+        status = library.tilewise_plan_tangents(
+            ctypes.byref(call.attention), ctypes.byref(call.tangents), None, _abi.JVP,
+            ctypes.byref(info),
+        )  # fmt: skip
+        assert status == _abi.UNSUPPORTED
+        assert library.tilewise_last_error().decode().startswith(sentence)
