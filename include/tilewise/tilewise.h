@@ -66,8 +66,8 @@ typedef enum tilewise_device { TILEWISE_CPU = 0, TILEWISE_CUDA = 1 } tilewise_de
 typedef enum tilewise_pass {
   TILEWISE_PASS_FORWARD = 0,
   TILEWISE_PASS_BACKWARD = 1,
-  TILEWISE_PASS_JVP = 2,   /* tangents of out and lse: tilewise_jvp */
-  TILEWISE_PASS_SECOND = 3 /* gradients through these tangents: tilewise_second */
+  TILEWISE_PASS_JVP = 2,
+  TILEWISE_PASS_SECOND = 3
 } tilewise_pass;
 
 /* A view of [batch, row, head, column]. Strides count elements; the column stride is 1.
@@ -282,18 +282,13 @@ typedef struct tilewise_gradients {
 } tilewise_gradients;
 
 /* Tangents: derivatives along one direction of the inputs (forward mode). A tangent has the shape
- * and dtype of its tensor, and strides of its own; NULL is a tangent of 0, which costs no product.
- * With x = q.k, x' = q'.k + q.k', f = the softcap and its derivatives, P = exp(s - lse), and D the
- * factors of dropout:
- *
- *     z'_ij   = scale * x'_ij + scale' * x_ij
- *     s'_ij   = f'(scale * x_ij) * z'_ij + bias'_ij
+ * and dtype of its tensor, and strides of its own; NULL is 0 and costs no product. With x = q.k,
+ * x' = q'.k + q.k', the softcap f, P = exp(s - lse) and the factors D of dropout:
+ *     s'_ij   = f'(scale * x_ij) * (scale * x'_ij + scale' * x_ij) + bias'_ij
  *     lse'_i  = sum over visible j of P_ij s'_ij + exp(sink_h - lse_i) sink'_h
  *     out'_i  = sum over visible j of D_ij P_ij (v'_j + (s'_ij - lse'_i) v_j)
- *
- * A row that sees no key and has no sink has out' = 0 and lse' = 0, where sink_h is +inf out' is 0
- * and lse' is sink'_h, and a key that a row does not see changes nothing, whatever its tangent is.
- * ALiBi slopes have no tangent. */
+ * Rows without keys and sink have tangents 0; where sink_h is +inf, out' is 0 and lse' is sink'_h.
+ * Keys that a row does not see change nothing. ALiBi slopes have no tangent. */
 typedef struct tilewise_tangents {
   uint32_t struct_size;
   int32_t reserved;
@@ -301,20 +296,17 @@ typedef struct tilewise_tangents {
   tilewise_tensor k;
   tilewise_tensor v;
   tilewise_tensor out; /* out': written by tilewise_jvp, read by tilewise_second */
-  float* lse; /* lse', fp32, with the shape of lse: written by tilewise_jvp, where it may be
-                 NULL, read by tilewise_second */
+  float* lse;          /* lse', fp32: likewise; tilewise_jvp takes NULL */
   int64_t lse_stride_batch;
   int64_t lse_stride_head;
-  const void* bias;          /* of bias_dtype; needs bias. A stride of 0 broadcasts, whether the */
-  int64_t bias_stride_batch; /* stride of bias is 0 or not */
+  const void* bias; /* of bias_dtype; needs bias; strides of 0 broadcast */
+  int64_t bias_stride_batch;
   int64_t bias_stride_head;
   int64_t bias_stride_row;
   const float* sinks;   /* fp32 [Hq]; needs sinks */
   const float* scale;   /* one float in the memory of the device */
-  tilewise_tensor dout; /* only for tilewise_second, which needs it: the gradient of out', with the
-                           shape and dtype of out */
-  const float* dlse;    /* only for tilewise_second: the gradient of lse', as dlse of
-                           tilewise_gradients; NULL: 0 */
+  tilewise_tensor dout; /* tilewise_second, which needs it: the gradient of out' */
+  const float* dlse;    /* tilewise_second: the gradient of lse'; NULL: 0 */
   int64_t dlse_stride_batch;
   int64_t dlse_stride_head;
 } tilewise_tangents;
@@ -345,38 +337,13 @@ TILEWISE_API tilewise_status tilewise_backward(const tilewise_attention* attenti
                                                const tilewise_gradients* gradients, void* workspace,
                                                int64_t workspace_bytes);
 
-/* Forward mode and second derivatives. Both passes read out and lse of the forward, which must
- * cover exactly the keys of this problem (and lse_low, if given).
- *
- * tilewise_jvp writes tangents.out and tangents.lse from the tangents of q, k, v, bias, sinks and
- * scale; tangents.dout and tangents.dlse are not read.
- *
- * tilewise_second reads the same tangents, and tangents.out and tangents.lse as tilewise_jvp has
- * written them. With the loss
- *
+/* Forward mode and second derivatives, on the CPU; a GPU, block_table, float8_e4m3 and
+ * batch_invariant are TILEWISE_UNSUPPORTED. Both read out and lse of the forward, which must cover
+ * exactly the keys of this problem. tilewise_second gives dq, dk, dv, dbias, dsinks and dscale of
  *     L = dout . out + dlse . lse + tangents.dout . out' + tangents.dlse . lse'
- *
- * it writes the gradients dq, dk, dv, dbias, dsinks and dscale of L with respect to q, k, v, bias,
- * sinks and scale, in total: out, lse, out' and lse' are functions of these inputs. In contrast to
- * the backward, gradients.dout may be NULL (0), and so may gradients.dlse. Uses:
- *
- *     a loss through the tangents   gradients of q, k, ...: tilewise_second. Gradients of the
- *                                   tangents of q, k, ...: tilewise_backward with tangents.dout as
- *                                   dout and tangents.dlse as dlse
- *     double backward               with the gradients of the loss with respect to dq, dk, ... as
- *                                   the tangents of q, k, ...: tilewise_jvp gives the gradients of
- *                                   dout and dlse (in tangents.out and tangents.lse), and
- *                                   tilewise_second, with dout and dlse of the backward as
- *                                   tangents.dout and tangents.dlse and without gradients.dout,
- *                                   those of q, k, ...
- *     Hessian-vector products       tangents of dq, dk, ...: tilewise_second, with dout and dlse of
- *                                   the backward as tangents.dout and tangents.dlse, and with their
- *                                   tangents as gradients.dout and gradients.dlse
- *
- * Both run on the CPU alone and have all options of the backward except block_table and
- * batch_invariant, for which the status is TILEWISE_UNSUPPORTED, as it is for float8_e4m3 and on a
- * GPU. tilewise_plan_tangents is tilewise_plan for these passes: `pass` is TILEWISE_PASS_JVP with
- * gradients NULL, or TILEWISE_PASS_SECOND. */
+ * in which out, lse, out' and lse' are functions of q, k, ...; gradients.dout may be NULL (0).
+ * docs/c-api.md has the gradients of the tangents, double backward and Hessian-vector products.
+ * tilewise_plan_tangents is tilewise_plan for TILEWISE_PASS_JVP (gradients NULL) or _SECOND. */
 TILEWISE_API tilewise_status tilewise_plan_tangents(const tilewise_attention* attention,
                                                     const tilewise_tangents* tangents,
                                                     const tilewise_gradients* gradients,

@@ -80,8 +80,8 @@ def attention_second(
 
     The loss is dout . out + dlse . lse + dout_tangent . out_tangent + dlse_tangent . lse_tangent,
     whose four factors are constants here. Its gradients with respect to the tangents of the inputs
-    are those of ``attention_backward`` with dout_tangent and dlse_tangent as dout and dlse. The C
-    header ``tilewise.h`` says how double backward and Hessian-vector products use this function.
+    are those of ``attention_backward`` with dout_tangent and dlse_tangent as dout and dlse. The
+    page docs/c-api.md makes double backward and Hessian-vector products of these functions.
 
     Args:
         tangents: As in ``attention_jvp``.

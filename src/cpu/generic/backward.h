@@ -251,7 +251,7 @@ struct Backward : BackwardScratch {
             {douts + panel * dve.units * S.panel, S.panel, do_t_plane}, S.panel / W, dve.units);
   }
 
-  // What a panel sees of a key tile; reads the bits of a partial one.
+  // How much of a key tile a panel sees; this reads the bits of a partial one.
   TILEWISE_FN Visible see_panel(int64_t panel, Range keys) {
     const int64_t lane = panel * S.panel;
     const bool partial = lane_mask.of_panel(lanes, panel, S.panel, keys) != Coverage::full;
