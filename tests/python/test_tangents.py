@@ -14,7 +14,7 @@ import torch
 import oracle
 import tilewise
 from bounds import FP32_OUT_UNITS, FP32_RELATIVE, GRADIENT_FACTOR, UNIT, largest
-from tilewise import Tangents, _abi, _describe, _numpy_tangents
+from tilewise import Tangents, _abi, _describe, _numpy_tangents, masks
 from tilewise._library import c_library
 from tilewise._request import Request, Shard
 
@@ -34,6 +34,7 @@ CASES = {
     "alibi, values alone": ({"slopes": True, "bias": (1, HEADS, 1, KEYS)}, "v"),
     "dropout, softcap": ({"dropout_p": 0.3, "softcap": 3.0, "causal": True}, "qkv scale"),
     "queries alone, sinks": ({"sinks": True, "window": (9, 0)}, "q"),
+    "mask, bias": ({"mask": True, "bias": (1, 1, ROWS, KEYS), "window": (140, 20)}, "qkv bias"),
     "varlen": ({"lengths": True, "causal": True}, "qv"),
 }  # fmt: skip
 
@@ -61,6 +62,14 @@ class Case:
         self.sinks = self.draw(HEADS, dtype="fp32") if given.pop("sinks", False) else None
         slopes = self.rng.uniform(0, 0.2, (BATCH, HEADS)).astype(np.float32)
         slopes = slopes if given.pop("slopes", False) else None
+        shown = (
+            None  # some pairs, all keys from 64 to 127 of half of the rows, and nothing of row 5
+        )
+        if given.pop("mask", False):
+            shown = self.rng.random((1, HEADS, ROWS, KEYS)) < 0.3
+            shown[:, :, : ROWS // 2, 64:128] = True
+            shown[:, :, 5] = False
+            given["mask"] = masks.from_bool(shown)
         self.scale = given.get("scale", DIM**-0.5)
         self.options = {
             **given, **{n: x for n, x in (("alibi_slopes", slopes), ("sinks", self.sinks))
@@ -74,7 +83,7 @@ class Case:
         right = 0 if given.get("causal") else right
         self.oracle_options = oracle.Options(
             scale=self.scale, window=(-1 if left is None else left, -1 if right is None else right),
-            softcap=given.get("softcap", 0.0), bias=self.bias,
+            softcap=given.get("softcap", 0.0), bias=self.bias, mask=shown,
             slopes=None if slopes is None else slopes.astype(np.float64), sinks=self.sinks,
             dropout_p=given.get("dropout_p", 0.0), seed=int(seed), offset=int(offset),
         )  # fmt: skip
@@ -171,17 +180,20 @@ def plain(case: Case):
                 score = score - slope.to(score)
             if "bias" in x:
                 score = score + x["bias"][s.batch if len(x["bias"]) > 1 else 0]
-            hidden = torch.from_numpy(~oracle.visible(o, s.batch, n, m))
+            seen = oracle.visible(o, s.batch, n, m) & oracle.sequence_mask(o, s.batch, n, m)
+            hidden = torch.from_numpy(~seen)
             score = score.masked_fill(hidden, -math.inf)
             if "sinks" in x:
                 sink = x["sinks"].to(score)[:, None, None].expand(-1, n, 1)
                 score = torch.cat([score, sink], -1)
-            p = torch.softmax(score, -1)[..., :m]
+            some = (score > -math.inf).any(-1, keepdim=True)  # zeros where a row sees nothing
+            score = torch.where(some, score, 0.0)
+            p = torch.where(some, torch.softmax(score, -1), 0.0)[..., :m]
             if o.dropout_p:
                 keep = oracle.kept(o, s.batch, HEADS, n, m) / (1 - float(np.float32(o.dropout_p)))
                 p = p * torch.from_numpy(keep).to(p)
             outs.append((p @ v).transpose(0, 1))
-            lses.append(torch.logsumexp(score.float(), -1).T)
+            lses.append(torch.where(some[..., 0], torch.logsumexp(score.float(), -1), 0.0).T)
         return torch.cat(outs), torch.cat(lses)
 
     return forward
