@@ -301,12 +301,18 @@ void set_lse(Problem& problem, const Tensor& lse) {
   a.lse_stride_batch = problem.varlen_q() ? 0 : lse.stride(lse.dim() - 3);
 }
 
+LseView lse_view(const Problem& problem, const OptionalTensor& lse, const char* name) {
+  if (!lse) return {};
+  expect_lse(*lse, name, problem, false);
+  return {const_cast<float*>(static_cast<const float*>(lse->const_data_ptr())),
+          problem.varlen_q() ? 0 : lse->stride(0), lse->stride(lse->dim() - 2)};
+}
+
 void set_dlse(tilewise_gradients& g, const Problem& problem, const OptionalTensor& dlse) {
-  if (!dlse) return;
-  expect_lse(*dlse, "dlse", problem, false);
-  g.dlse = static_cast<const float*>(dlse->const_data_ptr());
-  g.dlse_stride_head = dlse->stride(dlse->dim() - 2);
-  g.dlse_stride_batch = problem.varlen_q() ? 0 : dlse->stride(0);
+  const LseView view = lse_view(problem, dlse, "dlse");
+  g.dlse = view.data;
+  g.dlse_stride_batch = view.stride_batch;
+  g.dlse_stride_head = view.stride_head;
 }
 
 }  // namespace tilewise::torch_binding

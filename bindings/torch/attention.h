@@ -88,6 +88,13 @@ void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, co
 // [2, B, Hq, Sq] or [2, Hq, T], so that one tensor carries both from the forward to the backward.
 Tensor new_lse(const Problem& problem, bool with_lse_low);
 void set_lse(Problem& problem, const Tensor& lse);  // with or without lse_low
+
+// A tensor with the shape of lse without lse_low: a gradient or a tangent of lse.
+struct LseView {
+  float* data = nullptr;
+  int64_t stride_batch = 0, stride_head = 0;
+};
+LseView lse_view(const Problem& problem, const OptionalTensor& lse, const char* name);
 // Sets the incoming gradient of lse; lse_low has none.
 void set_dlse(tilewise_gradients& g, const Problem& problem, const OptionalTensor& dlse);
 
@@ -101,10 +108,25 @@ enum Wanted : int64_t {
   want_scale = 32
 };
 
+// The results of backward and second: gradients that are not wanted are empty tensors, and null
+// pointers in the C struct.
+struct GradientTensors {
+  Tensor dq, dk, dv, dbias, dsinks, dscale;
+};
+GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
+                              const Tensor& k, const Tensor& v, int64_t wanted);
+
+// Checks the device, dtype and shape of a tensor with the shape of out.
+void expect_rows(const Tensor& rows, const char* name, const Problem& problem);
+Tensor new_out(const Problem& problem, const Options& options);
+
 // Plan, allocate the workspace and launch, on torch's threads or on the current stream of the
 // device.
 void run_forward(Problem& problem);
 void run_backward(Problem& problem, const tilewise_gradients& gradients);
+void run_jvp(Problem& problem, const tilewise_tangents& tangents);
+void run_second(Problem& problem, const tilewise_tangents& tangents,
+                const tilewise_gradients& gradients);
 
 // Puts the results of a boxed kernel on the stack, in the order of its schema.
 template <typename... T>
@@ -116,6 +138,8 @@ void put(StableIValue* stack, const T&... results) {
 // Boxed kernels, registered in register.cpp.
 void forward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void backward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void jvp(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void second(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void plain_forward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void plain_backward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void append_kv(StableIValue* stack, uint64_t inputs, uint64_t outputs);

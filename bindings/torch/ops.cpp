@@ -6,10 +6,6 @@
 namespace tilewise::torch_binding {
 namespace {
 
-struct GradientTensors {
-  Tensor dq, dk, dv, dbias, dsinks, dscale;
-};
-
 Tensor new_key_gradient(const Problem& problem, const Tensor& like, const Options& options) {
   const tilewise_attention& a = problem.attention;
   const int64_t columns = like.size(like.dim() - 1);
@@ -49,7 +45,57 @@ Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, f
   return tensor;
 }
 
-// Allocates the requested gradients; all others are an empty tensor and a null pointer.
+void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
+                  const OptionalTensor& dlse) {
+  expect_rows(dout, "dout", problem);
+  g.dout = view_of(dout, "dout");
+  set_dlse(g, problem, dlse);
+}
+
+// While it exists, the device of the problem is current, and the problem uses torch's current
+// stream or, on the CPU, torch's threads.
+class Launch {
+ public:
+  explicit Launch(Problem& problem) : device_(problem.place) {
+    problem.attention.stream = device_.stream();
+    if (problem.attention.device == TILEWISE_CUDA) return;
+    threads_ = torch_threads();
+    problem.attention.parallel = &threads_;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+ private:
+  DeviceScope device_;
+  tilewise_parallel threads_{};
+};
+
+// An empty plan without the texts, which would take time in every call.
+tilewise_plan_info new_plan() {
+  tilewise_plan_info plan{};
+  plan.struct_size = offsetof(tilewise_plan_info, kernel);
+  return plan;
+}
+
+int64_t workspace_of(const Problem& problem, const tilewise_gradients* gradients) {
+  tilewise_plan_info plan = new_plan();
+  check_status(tilewise_plan(&problem.attention, gradients,
+                             gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
+                             &plan));
+  return plan.workspace_bytes;
+}
+
+int64_t workspace_of(const Problem& problem, const tilewise_tangents& tangents,
+                     const tilewise_gradients* gradients) {
+  tilewise_plan_info plan = new_plan();
+  check_status(tilewise_plan_tangents(
+      &problem.attention, &tangents, gradients,
+      gradients == nullptr ? TILEWISE_PASS_JVP : TILEWISE_PASS_SECOND, &plan));
+  return plan.workspace_bytes;
+}
+
+}  // namespace
+
 GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
                               const Tensor& k, const Tensor& v, int64_t wanted) {
   const tilewise_attention& a = problem.attention;
@@ -76,7 +122,6 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   return tensors;
 }
 
-// Checks the device, dtype and shape of out or dout.
 void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
   const tilewise_attention& a = problem.attention;
   expect_place(rows, name, problem.place);
@@ -87,42 +132,13 @@ void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
     expect_shape(rows, name, {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
 }
 
-void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
-                  const OptionalTensor& dlse) {
-  expect_rows(dout, "dout", problem);
-  g.dout = view_of(dout, "dout");
-  set_dlse(g, problem, dlse);
+Tensor new_out(const Problem& problem, const Options& options) {
+  const tilewise_attention& a = problem.attention;
+  if (problem.varlen_q())
+    return new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place);
+  return new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype,
+                  problem.place, options.heads_first);
 }
-
-// While it exists, the device of the problem is current, and the problem uses torch's current
-// stream or, on the CPU, torch's threads.
-class Launch {
- public:
-  explicit Launch(Problem& problem) : device_(problem.place) {
-    problem.attention.stream = device_.stream();
-    if (problem.attention.device == TILEWISE_CUDA) return;
-    threads_ = torch_threads();
-    problem.attention.parallel = &threads_;
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-
- private:
-  DeviceScope device_;
-  tilewise_parallel threads_{};
-};
-
-int64_t workspace_of(const Problem& problem, const tilewise_gradients* gradients) {
-  tilewise_plan_info plan{};
-  // Without the texts, which would take time in every call.
-  plan.struct_size = offsetof(tilewise_plan_info, kernel);
-  check_status(tilewise_plan(&problem.attention, gradients,
-                             gradients == nullptr ? TILEWISE_PASS_FORWARD : TILEWISE_PASS_BACKWARD,
-                             &plan));
-  return plan.workspace_bytes;
-}
-
-}  // namespace
 
 void run_forward(Problem& problem) {
   const Launch launch(problem);
@@ -138,6 +154,21 @@ void run_backward(Problem& problem, const tilewise_gradients& gradients) {
   check_status(tilewise_backward(&problem.attention, &gradients, workspace.data(), bytes));
 }
 
+void run_jvp(Problem& problem, const tilewise_tangents& tangents) {
+  const Launch launch(problem);
+  const int64_t bytes = workspace_of(problem, tangents, nullptr);
+  const Workspace workspace(bytes, problem.place);
+  check_status(tilewise_jvp(&problem.attention, &tangents, workspace.data(), bytes));
+}
+
+void run_second(Problem& problem, const tilewise_tangents& tangents,
+                const tilewise_gradients& gradients) {
+  const Launch launch(problem);
+  const int64_t bytes = workspace_of(problem, tangents, &gradients);
+  const Workspace workspace(bytes, problem.place);
+  check_status(tilewise_second(&problem.attention, &tangents, &gradients, workspace.data(), bytes));
+}
+
 void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   Arguments arguments(stack, inputs);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
@@ -145,12 +176,7 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const bool with_lse_low = arguments.flag();
 
   Problem problem = describe(q, k, v, options);
-  const tilewise_attention& a = problem.attention;
-  const bool varlen = problem.varlen_q();
-  const Tensor out =
-      varlen ? new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place)
-             : new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype,
-                        problem.place, options.heads_first);
+  const Tensor out = new_out(problem, options);
   const Tensor lse = new_lse(problem, with_lse_low);
   problem.attention.out = view_of(out, "out");
   set_lse(problem, lse);

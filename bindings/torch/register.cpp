@@ -7,6 +7,8 @@ namespace {
 void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("forward", &tilewise::torch_binding::forward);
   library.impl("backward", &tilewise::torch_binding::backward);
+  library.impl("jvp", &tilewise::torch_binding::jvp);
+  library.impl("second", &tilewise::torch_binding::second);
   library.impl("append_kv", &tilewise::torch_binding::append_kv);
 }
 

@@ -1,7 +1,7 @@
-"""The operators' autograd kernels, and the derivatives that they refuse.
+"""The operators' autograd kernels, and the derivatives that are refused.
 
-They replace ``torch.library.register_autograd`` at a tenth of its overhead (0.04 ms instead of
-0.4 ms: that function parses the schema again in every call). They also refuse forward-mode
+The kernels replace ``torch.library.register_autograd`` at a tenth of its overhead (0.04 ms instead
+of 0.4 ms: that function parses the schema again in every call). They also refuse forward-mode
 tangents, which it drops silently.
 """
 
@@ -19,36 +19,44 @@ _NO_TRANSFORM = (
     "take the derivative by autograd"
 )
 
+_NO_TANGENTS = (
+    "tilewise: attention_with_kvcache has no forward-mode derivative, nor has an operator that is "
+    "called directly or whose tangents come from outside a compiled function; call "
+    "tilewise.attention or attention_varlen, and make dual tensors inside the compiled function"
+)
+
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def no_second_derivative(_ctx: Any, *_grads: Any) -> Any:
+def no_third_derivative(_ctx: Any, *_grads: Any) -> Any:
     raise RuntimeError(
-        "tilewise: attention is differentiable once; second derivatives (create_graph=True, "
-        "gradient penalties, nested torch.func.grad) are not defined"
+        "tilewise: attention has first and second derivatives; third ones are not defined. "
+        "backward() of a loss that contains a tangent is one inside forward_ad.dual_level(): call "
+        "it after that block"
     )
 
 
-def no_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
+def no_twice_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
     raise RuntimeError(
-        "tilewise: attention has no forward-mode derivative (dual tensors, torch.func.jvp, jacfwd, "
-        "hessian); use the backward: torch.func.vjp, jacrev"
+        "tilewise: forward mode over forward mode (jvp of jvp, jacfwd of jacfwd) is not defined "
+        "for attention; for second derivatives combine torch.func.jvp with torch.func.grad, or "
+        "jacfwd with jacrev"
     )
 
 
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
     """Refuses dual tensors, which are always at level 0.
 
-    Under torch.compile, this kernel is the only place that sees them.
+    Under torch.compile, this kernel is the only place that sees those from outside.
     """
     if forward_ad._current_level < 0 and not is_transformed():
         return
     for value in arguments:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value, level=0).tangent is not None:
-            no_forward_mode(None)
+            raise RuntimeError(_NO_TANGENTS)
 
 
 def register(

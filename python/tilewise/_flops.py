@@ -72,12 +72,37 @@ def _backward(*arguments: Any, **_out: Any) -> int:
     return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * columns
 
 
+@register_flop_formula(torch.ops.tilewise.jvp, get_raw=True)
+def _jvp(*arguments: Any, **_out: Any) -> int:
+    q, k, v, _out, _lse, dq, dk, dv, _bias, _sinks, _scale, *options = arguments
+    columns = q.shape[-1] * (1 + _given(dq, dk)) + v.shape[-1] * (1 + _given(dv))
+    return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * columns
+
+
+@register_flop_formula(torch.ops.tilewise.second, get_raw=True)
+def _second(*arguments: Any, **_out: Any) -> int:
+    q, k, v, _out, _lse, _out_tangent, _lse_tangent, dq, dk, dv, *rest = arguments
+    dout, options = rest[3], rest[7:-1]
+    columns = q.shape[-1] * (3 + 2 * _given(dq, dk)) + v.shape[-1] * (2 + _given(dout, dout, dv))
+    return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * columns
+
+
+def _given(*tensors: Tensor | None) -> int:
+    """How many of the tensors are given; each of the others saves a product."""
+    return sum(x is not None for x in tensors)
+
+
+_OPERATORS = tuple(
+    getattr(torch.ops.tilewise, name) for name in ("forward", "backward", "jvp", "second")
+)
+
+
 def _add_to_active_counters() -> None:
     """Adds the formulas to counters that copied the registry before this module was imported."""
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, FlopCounterMode):
-            for operator in (torch.ops.tilewise.forward, torch.ops.tilewise.backward):
+            for operator in _OPERATORS:
                 counter.flop_registry.setdefault(operator, flop_registry[operator])
 
 

@@ -284,7 +284,7 @@ def _general(
         check_entries(_entries(q, k_cache, v_cache, options, new))
     try:
         rotated, grown = append(q, k_cache, v_cache, options, new)
-        return _ops.forward(rotated, k_cache, v_cache, grown)
+        return _ops.forward_alone(rotated, k_cache, v_cache, grown)
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
             _raise_with_python_names(q, k_cache, v_cache, options, new)

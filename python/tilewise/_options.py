@@ -63,6 +63,7 @@ WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
 
 OPTION_COUNT = len(Options._fields)
 TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
+TANGENT_COUNT = 6  # of q, k, v, bias, sinks and scale, in the order of the WANT bits
 
 
 def has_lse_low(lse: Tensor, q: Tensor) -> bool:

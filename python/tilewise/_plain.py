@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from . import _ops
 from ._check import UNBOUNDED, Window, window_bounds
+from ._options import WANT_K, WANT_Q, WANT_V
 
 _forward = torch.ops.tilewise._plain_forward.default
 _backward = torch.ops.tilewise._plain_backward.default
@@ -195,7 +196,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad
-        wanted = needs[0] * _ops.WANT_Q + needs[1] * _ops.WANT_K + needs[2] * _ops.WANT_V
+        wanted = needs[0] * WANT_Q + needs[1] * WANT_K + needs[2] * WANT_V
         if wanted == 0 or (dout is None and dlse is None):
             return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
@@ -204,6 +205,7 @@ class _Attention(torch.autograd.Function):
         if (
             _is_compiling()
             or _grad_enabled()
+            or forward_ad._current_level >= 0
             or _transform_level() is not None
             or _dispatch_modes()
             or _needs_dispatch(dout)
@@ -230,9 +232,7 @@ def _general_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     plain: tuple[Any, ...], wanted: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients from the general operator, which can be traced and transformed, and which
-    refuses a second derivative.
-    """
+    """The gradients from the general operator, which can be traced, transformed and derived."""
     scale, left, right, deterministic, tf32, heads_first = plain
     options = _ops.Options(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -251,5 +251,5 @@ def _general_backward(
     )
     return [
         rows(grad) if wanted & bit else grad
-        for grad, bit in zip(grads[:3], (_ops.WANT_Q, _ops.WANT_K, _ops.WANT_V), strict=True)
+        for grad, bit in zip(grads[:3], (WANT_Q, WANT_K, WANT_V), strict=True)
     ]

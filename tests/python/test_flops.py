@@ -144,3 +144,20 @@ def test_counter_entered_before_the_first_call():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == f"{2 * 3 * 2 * 2 * 16}\n", done.stderr
+
+
+def test_tangents_and_second_derivatives():
+    """Products of a row and a key: 5 for the tangents, 10 for the gradients of a loss of them.
+    What is not given is not counted."""
+    x = tuple(y.detach().transpose(1, 2) for y in inputs(columns_v=8))
+    pairs = 2 * 2 * 4 * 9 * 13
+    forward, tangents = pairs * (16 + 8), pairs * (3 * 16 + 2 * 8)
+    assert counted(lambda: torch.func.jvp(tilewise.attention, x, x)) == forward + tangents
+
+    def of_q():
+        torch.func.jvp(lambda q: tilewise.attention(q, *x[1:]), x[:1], x[:1])
+
+    assert counted(of_q) == forward + pairs * (2 * 16 + 8)
+    leaves = [y.requires_grad_() for y in x]
+    tangent = torch.func.jvp(tilewise.attention, tuple(leaves), tuple(y.detach() for y in x))[1]
+    assert counted(tangent.sum().backward) == pairs * (7 * 16 + 3 * 8)

@@ -7,12 +7,12 @@ import torch
 
 import devices
 import tilewise
-from tilewise import _ops, _torch
+from tilewise import _derivatives, _ops, _options, _torch
 from tilewise._request import Request, Sequences
 
 pytestmark = pytest.mark.tensors
 
-ALL = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V | _ops.WANT_BIAS | _ops.WANT_SINKS | _ops.WANT_SCALE
+ALL = sum(_derivatives.WANT_BITS)
 
 
 def dense(layout="bshd", dtype=torch.float32, **options):
@@ -80,17 +80,37 @@ def test_lse_low_follows_lse_in_memory(name):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("with_lse_low", [False, True])
-@pytest.mark.parametrize("wanted", [ALL, _ops.WANT_K])
+@pytest.mark.parametrize("wanted", [ALL, _options.WANT_K])
 def test_opcheck_backward(name, wanted, with_lse_low):
     q, k, v, options = PROBLEMS[name]()
     with torch.no_grad():
         out, lse = torch.ops.tilewise.forward(q, k, v, *options, with_lse_low)
-    saved = [None if x is None else x.detach() for x in options[: _ops.TENSOR_COUNT]]
-    options = _ops.Options(*saved, *options[_ops.TENSOR_COUNT :])
+    saved = [None if x is None else x.detach() for x in options[: _options.TENSOR_COUNT]]
+    options = _ops.Options(*saved, *options[_options.TENSOR_COUNT :])
     dlse = torch.randn_like(lse[0] if with_lse_low else lse)
     arguments = (torch.randn_like(out), dlse, q.detach(), k.detach(), v.detach())
     torch.library.opcheck(
         torch.ops.tilewise.backward.default, (*arguments, out, lse, *options, wanted)
+    )
+
+
+@pytest.mark.tensors("cpu")
+def test_opcheck_tangents():
+    q, k, v, options = dense("bhsd", **every_option())
+    saved = [None if x is None else x.detach() for x in options[: _options.TENSOR_COUNT]]
+    options = _ops.Options(*saved, *options[_options.TENSOR_COUNT :])
+    q, k, v = q.detach(), k.detach(), v.detach()
+    state = (q, k, v, *torch.ops.tilewise.forward(q, k, v, *options, True))
+    tangents = [
+        None if x is None else torch.randn_like(x)
+        for x in (q, k, v, options.bias, options.sinks, options.scale_tensor)
+    ]
+    arguments = (*state, *tangents, *options)
+    torch.library.opcheck(torch.ops.tilewise.jvp.default, arguments)
+    made = torch.ops.tilewise.jvp(*arguments)
+    incoming = (None, None, torch.randn_like(made[0]), torch.randn_like(made[1]))
+    torch.library.opcheck(
+        torch.ops.tilewise.second.default, (*state, *made, *tangents, *incoming, *options, ALL)
     )
 
 
@@ -104,7 +124,7 @@ def test_opcheck_append_kv():
     torch.library.opcheck(torch.ops.tilewise.append_kv.default, (*arguments, True, False))
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "append_kv"])
+@pytest.mark.parametrize("name", ["forward", "backward", "jvp", "second", "append_kv"])
 def test_marked_compliant(name):
     assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.tilewise, name).default.tags
 

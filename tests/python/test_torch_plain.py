@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 import tilewise
 from tilewise import _plain, _torch
@@ -82,13 +81,6 @@ def test_gradient_of_lse_only():
     q, k, v = tensors(gradients=True)
     short, long = (torch.autograd.grad(way(q, k, v)[1].sum(), (q, k)) for way in (plain, general))
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
-
-
-def test_second_derivatives_are_refused():
-    q, k, v = tensors(gradients=True)
-    (dq,) = torch.autograd.grad(plain(q, k, v)[0].sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        dq.sum().backward()
 
 
 def test_calls_that_the_fast_path_declines():
@@ -239,26 +231,6 @@ def test_torch_deterministic_algorithms_are_honoured(monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
     assert options.deterministic
-
-
-@pytest.mark.parametrize("options", [{}, dict(softcap=9.0)], ids=["plain", "general"])
-def test_forward_mode_derivative_is_refused(options):
-    """The fast path bypasses PyTorch's dispatcher: the tangent of a dual tensor must not be
-    lost."""
-    q, k, v = tensors()
-
-    def attend(q):
-        return tilewise.attention(q, k, v, **options)
-
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        torch.func.jvp(attend, (q,), (q,))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, q)
-        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-            attend(dual)
-        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-            tilewise.attention_with_kvcache(dual, k, v, **options)
-        assert attend(q).shape == (2, 19, 4, 8)
 
 
 def test_gradients_of_broadcast_heads_are_summed():

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import _check, _ops, _plain
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._kvcache_torch import index_tensor
-from tilewise._ops import Options
+from tilewise._options import WANT_K, WANT_Q, WANT_V, Options
 from tilewise._request import Request
 from tilewise._torch import as_array, check_tensors, score_options
 
@@ -207,7 +207,7 @@ def backward(
     Returns:
         The sums over head_dim of dout * out, fp32 in the shape of lse.
     """
-    bits = (_ops.WANT_Q, _ops.WANT_K, _ops.WANT_V)
+    bits = (WANT_Q, WANT_K, WANT_V)
     wanted = sum(bit for bit, x in zip(bits, gradients, strict=True) if x is not None)
     inputs = tuple(maybe_contiguous(x) for x in (q, k, v, out))
     lse = maybe_contiguous(lse.float())

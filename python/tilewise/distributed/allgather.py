@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import WANT_K, WANT_Q, WANT_V
-from .._options import Options
+from .._options import WANT_K, WANT_Q, WANT_V, Options
 from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
 from .keys import TILE_ROWS, Call, KeyPlan, Sums, groups_of, place

@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _ops
-from .._ops import WANT_BIAS, WANT_K, WANT_Q, WANT_SCALE, WANT_SINKS, WANT_V
-from .._options import Options, contiguous_columns
+from .._options import (
+    WANT_BIAS,
+    WANT_K,
+    WANT_Q,
+    WANT_SCALE,
+    WANT_SINKS,
+    WANT_V,
+    Options,
+    contiguous_columns,
+)
 
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._ops import WANT_K, WANT_Q, WANT_V
-from .._options import Options
+from .._options import WANT_K, WANT_Q, WANT_V, Options
 from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
 from .exchange import (
     Exchange,

@@ -35,15 +35,16 @@ import torch
 from torch import Tensor
 from torch.nn import attention as _registry
 
-from tilewise import _ops, _torch
+from tilewise import _torch
 from tilewise._check import MAX_HEAD_DIM
+from tilewise._options import WANT_K, WANT_Q, WANT_V
 from tilewise._request import Request
 from tilewise.integrations import _flash_attention
 
 NAME = "tilewise"
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WANT_QKV = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
+_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 class Call(NamedTuple):
