@@ -23,7 +23,9 @@ import corpus  # noqa: E402
 import demo  # noqa: E402
 import exactness  # noqa: E402
 import figures  # noqa: E402
+import force_field  # noqa: E402
 import gpt  # noqa: E402
+import meanflow  # noqa: E402
 import tilewise  # noqa: E402
 import train_gpt  # noqa: E402
 
@@ -285,3 +287,12 @@ def test_compiled_examples(tmp_path, source, variable, compilers, flags):
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu." in done.stdout
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", [meanflow, force_field])
+def test_derivative_examples_follow_the_losses_of_math(example, tmp_path, capsys):
+    assert example.main(["--quick", "--batch", "8", "--out", str(tmp_path)]) == 0
+    assert "largest relative difference of the first losses" in capsys.readouterr().out
