@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tilewise import _ops, _torch
+from tilewise._options import WANT_K, WANT_Q, WANT_V
 from tilewise._request import Request, Sequences, Shard
 
-_WANT_QKV = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
+_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 class Call(NamedTuple):

@@ -29,11 +29,12 @@ from diffusers.models import attention_dispatch
 from torch import Tensor
 
 from tilewise import _ops, _torch
+from tilewise._options import WANT_K, WANT_Q, WANT_V
 from tilewise._request import Request
 
 NAME = "tilewise"
 
-_WANT_QKV = _ops.WANT_Q | _ops.WANT_K | _ops.WANT_V
+_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 def attention(
