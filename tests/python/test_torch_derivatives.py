@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise
 from derivative_uses import USES, CountOperators, dense
+from tilewise import masks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 
@@ -152,6 +153,7 @@ EVERY_OPTION = {
     "dropout": (attend, {"dropout_p": 0.4, "softcap": 2.0}),
     "varlen": (packed, {"window": (3, 2), "dropout_p": 0.2}),
     "alibi": (bhsd, {"alibi_slopes": SLOPES, "causal": True}),
+    "mask": (attend, {"mask": masks.from_bool(torch.arange(140).view(1, 4, 5, 7) % 3 != 0)}),
 }
 
 
