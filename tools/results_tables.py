@@ -86,8 +86,8 @@ def means(rows: list[Row]) -> str:
     lines = []
     for direction, name in (("fwd", "forward"), ("bwd", "backward")):
         ratios = [r["ratio"] for r in rows if r["direction"] == direction]
-        each = [[r[peer] for r in ratios if peer in r] for peer in peers]
-        cells = [f"{geometric_mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in each]
+        of_peers = [[r[peer] for r in ratios if peer in r] for peer in peers]
+        cells = [f"{geometric_mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in of_peers]
         lines.append([name, str(len(ratios)), *cells])
     return markdown(["", "points", *peers.values()], lines)
 
@@ -101,8 +101,8 @@ def options(rows: list[Row]) -> str:
     return markdown(
         ["option", "forward", "backward"],
         (
-            [name, *(f"{100 * each[d]:.0f} %" if d in each else "-" for d in ("fwd", "bwd"))]
-            for name, each in shares.items()
+            [name, *(f"{100 * share[d]:.0f} %" if d in share else "-" for d in ("fwd", "bwd"))]
+            for name, share in shares.items()
         ),
     )
 

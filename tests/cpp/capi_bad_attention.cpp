@@ -298,13 +298,13 @@ TEST(BadOutput, OverlapIsRefusedWhereItIsWritten) {
       {[](Call& c) { c.a.out.stride_head = -5; }, "out.stride_head is -5"},
       {[](Call& c) { c.a.lse_stride_head = 4; }, "lse_stride_head is 4"},
   };
-  for (const auto& each : cases) {
+  for (const auto& bad : cases) {
     Call call;
-    each.corrupt(call);
-    expect_refused(call.forward(), call, each.message);
+    bad.corrupt(call);
+    expect_refused(call.forward(), call, bad.message);
     tilewise_plan_info info{};
     info.struct_size = sizeof(info);
-    expect_refused(call.plan(TILEWISE_PASS_FORWARD, &info), call, each.message);
+    expect_refused(call.plan(TILEWISE_PASS_FORWARD, &info), call, bad.message);
   }
 }
 

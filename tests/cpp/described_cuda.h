@@ -23,7 +23,7 @@ namespace tilewise {
 
 template <class Visit>
 void with_arch(const char* name, const Visit& visit) {
-  const auto is = [&](const char* each) { return std::strcmp(name, each) == 0; };
+  const auto is = [&](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("Sm75")) visit(cuda::arch::Sm75{});
   if (is("Sm80")) visit(cuda::arch::Sm80{});
   if (is("Sm86")) visit(cuda::arch::Sm86{});
@@ -59,7 +59,7 @@ void for_each_instance(const Visit& visit) {
 
 inline cuda::KernelSet described(const cuda::FamilyRow& family,
                                  const cuda::KernelInstance& instance) {
-  const auto is = [&](const char* each) { return std::strcmp(instance.element, each) == 0; };
+  const auto is = [&](const char* other) { return std::strcmp(instance.element, other) == 0; };
   cuda::KernelSet set;
   set.dtype = is("F16")    ? TILEWISE_FLOAT16
               : is("BF16") ? TILEWISE_BFLOAT16
@@ -125,8 +125,8 @@ struct DescribedBuild {
     for_each_instance([&](const cuda::FamilyRow& family, const cuda::KernelInstance& instance) {
       kernel_sets.push_back(std::make_unique<cuda::KernelSet>(described(family, instance)));
       const int32_t table = kernel_sets.back()->architecture;
-      for (const cuda::Code& each : code) {
-        if (each.architecture == table) pointers.push_back(kernel_sets.back().get());
+      for (const cuda::Code& entry : code) {
+        if (entry.architecture == table) pointers.push_back(kernel_sets.back().get());
       }
     });
     registry = {pointers, code};

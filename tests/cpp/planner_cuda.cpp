@@ -255,7 +255,7 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
     bool usual;  // tiles of 64 keys (128)
     bool small;  // tiles of 32 keys (256)
   };
-  for (const Fits& each : {Fits{.page_size = 1, .large = false, .usual = false, .small = false},
+  for (const Fits& page : {Fits{.page_size = 1, .large = false, .usual = false, .small = false},
                            Fits{.page_size = 8, .large = false, .usual = false, .small = false},
                            Fits{.page_size = 16, .large = true, .usual = true, .small = true},
                            Fits{.page_size = 32, .large = true, .usual = true, .small = true},
@@ -268,11 +268,11 @@ TEST(PlannerCuda, DecodesLoadPagesByTmaIfTheyFitTheTile) {
                            Fits{.page_size = 256, .large = true, .usual = true, .small = true}}) {
     const auto expected = [](bool fits) { return fits ? Form::tma_paged : Form::paged; };
     const auto of = [&](int64_t head_dim) {
-      return form(paged(TILEWISE_BFLOAT16, each.page_size, head_dim), 90);
+      return form(paged(TILEWISE_BFLOAT16, page.page_size, head_dim), 90);
     };
-    EXPECT_EQ(of(64), expected(each.large)) << each.page_size;
-    EXPECT_EQ(of(128), expected(each.usual)) << each.page_size;
-    EXPECT_EQ(of(256), expected(each.small)) << each.page_size;
+    EXPECT_EQ(of(64), expected(page.large)) << page.page_size;
+    EXPECT_EQ(of(128), expected(page.usual)) << page.page_size;
+    EXPECT_EQ(of(256), expected(page.small)) << page.page_size;
   }
   EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 100), Form::tma_paged);
   EXPECT_EQ(form(paged(TILEWISE_FLOAT16, 16), 120), Form::paged);

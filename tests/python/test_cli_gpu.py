@@ -132,8 +132,8 @@ def test_gpus_are_listed_or_their_absence_explained():
     gpus, why = gpu.gpus()
     assert bool(gpus) != bool(why)
     assert doctor.collect([])["device"]["no_gpu"] == why
-    for each in gpus:
-        assert each["sm"] >= 50 and each["name"]
+    for row in gpus:
+        assert row["sm"] >= 50 and row["name"]
     info = _abi.sized(_abi.GpuInfo)
     status = c_library().tilewise_gpu(len(gpus), ctypes.byref(info))
     assert status == (_abi.INVALID_ARGUMENT if gpus else _abi.UNSUPPORTED)
@@ -161,8 +161,8 @@ def test_packaged_code_listing_ends_with_a_status():
 
 
 def test_kernel_table_has_a_row_per_problem_and_gpu():
-    for each in gpu.gpus()[0]:
-        rows = gpu.planned_kernels(each["index"])
+    for row in gpu.gpus()[0]:
+        rows = gpu.planned_kernels(row["index"])
         for dtype in gpu.DTYPES:
             for case in gpu.CASES:
                 dims = [

@@ -152,7 +152,7 @@ def test_training_on_two_streams_at_once(deterministic):
 
 @KINDS
 def test_graphs_of_training_on_two_streams_at_once(deterministic):
-    both = [(*each, *captured(each[0], each[1])) for each in pair(*deterministic)]
+    both = [(*run, *captured(run[0], run[1])) for run in pair(*deterministic)]
     for _ in range(10 if on_gpu() else 1):
         for *_, results in both:
             for x in results:

@@ -308,8 +308,8 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
         head_dim_v=head_dim[1], **SHAPES[shape],
     )  # fmt: skip
     want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
-    for each in (want, b):
-        each.attention.batch_invariant = shape == "invariant"
+    for built in (want, b):
+        built.attention.batch_invariant = shape == "invariant"
     b.q.copy_(want.q)
     if b.sinks is not None:
         b.sinks.copy_(want.sinks)

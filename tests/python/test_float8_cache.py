@@ -248,9 +248,9 @@ def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):
         head_dim_v=head_dim[1], **SHAPES[shape],
     )  # fmt: skip
     want, b = Built(contiguous), Built(dataclasses.replace(contiguous, page_size=page_size))
-    for each in (want, b):
-        each.attention.batch_invariant = shape == "invariant"
-        with_float8(each, factors=True)
+    for built in (want, b):
+        built.attention.batch_invariant = shape == "invariant"
+        with_float8(built, factors=True)
     b.q.copy_(want.q)
     if b.sinks is not None:
         b.sinks.copy_(want.sinks)

@@ -217,8 +217,8 @@ def pieces(function, count):
     """What vmap should give: each element by itself."""
 
     def run(*mapped):
-        each = [function(*(x[i] for x in mapped)) for i in range(count)]
-        return jax.tree.map(lambda *x: jnp.stack(x), *each)
+        outputs = [function(*(x[i] for x in mapped)) for i in range(count)]
+        return jax.tree.map(lambda *x: jnp.stack(x), *outputs)
 
     return run
 

@@ -57,8 +57,8 @@ def libraries(folder: Path) -> Path:
         source = _library.library_directory() / name
         if source.is_file():
             # The adapter looks for the name that the library records in itself.
-            for each in {name, *(p.name for p in source.parent.glob(f"{name}.*"))}:
-                shutil.copy(source, folder / each)
+            for file in {name, *(p.name for p in source.parent.glob(f"{name}.*"))}:
+                shutil.copy(source, folder / file)
     return folder
 
 

@@ -18,7 +18,7 @@ struct DeviceMath {
     template <int kCount>
     TILEWISE_DEVICE void apply(float (&x)[kCount]) const {
 #pragma unroll
-      for (float& each : x) each = tanh(each * factor);
+      for (float& value : x) value = tanh(value * factor);
     }
   };
 
@@ -108,7 +108,7 @@ struct HalfMath : DeviceMath {
     TILEWISE_DEVICE void apply_to_small(float (&x)[kCount]) const {
       const SmallTanh tanh = small(1.0f);
 #pragma unroll
-      for (float& each : x) each = tanh(each);
+      for (float& value : x) value = tanh(value);
     }
 
     // Three of four scores go without the reciprocal: the special function unit and the other units

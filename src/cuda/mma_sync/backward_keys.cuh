@@ -68,7 +68,7 @@ TILEWISE_DEVICE void presplit_keys(ptx::SharedAddress shared) {
          at += Plan::kThreads * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, shared + Plan::kK + at);
-      for (uint32_t& each : x) each = tile::presplit(each);
+      for (uint32_t& word : x) word = tile::presplit(word);
       ptx::st_shared_v4_b32(shared + Plan::kK + at, x);
     }
   }

@@ -158,7 +158,7 @@ TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q_of_w
     for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
       uint32_t x[4];
       ptx::ld_shared_v4_b32(x, q_of_warp + at);
-      for (uint32_t& each : x) each = kPresplit ? tile::presplit(each ^ signs) : each ^ signs;
+      for (uint32_t& word : x) word = kPresplit ? tile::presplit(word ^ signs) : word ^ signs;
       ptx::st_shared_v4_b32(q_of_warp + at, x);
     }
     ptx::sync_warp();
