@@ -92,12 +92,25 @@ bool detect(Isa isa) {
 
 }  // namespace
 
-bool compiled([[maybe_unused]] Isa isa) {
-#if defined(__x86_64__)
-  return true;
-#else
-  return isa == Isa::portable;
+bool compiled(Isa isa) {
+  switch (isa) {
+#if defined(TILEWISE_ISA_AVX2)
+    case Isa::avx2:
 #endif
+#if defined(TILEWISE_ISA_AVX512)
+    case Isa::avx512:
+#endif
+#if defined(TILEWISE_ISA_AVX512_BF16)
+    case Isa::avx512_bf16:
+#endif
+#if defined(TILEWISE_ISA_AMX)
+    case Isa::amx:
+#endif
+    case Isa::portable:
+      return true;
+    default:
+      return false;
+  }
 }
 
 bool available(Isa isa) {

@@ -12,15 +12,28 @@
 
 namespace tilewise::cpu {
 
+// `isa` must be compiled (cpu/backend.h).
 inline const Kernels& kernels_for(Isa isa, int32_t dtype) {
-#if defined(__x86_64__)
-  static constexpr KernelTable tables[] = {portable_kernels, avx2_kernels, avx512_kernels,
-                                           avx512_bf16_kernels, amx_kernels};
-  return *tables[static_cast<size_t>(isa)](dtype);
-#else
-  (void)isa;
-  return *portable_kernels(dtype);
+  switch (isa) {
+#if defined(TILEWISE_ISA_AVX2)
+    case Isa::avx2:
+      return *avx2_kernels(dtype);
 #endif
+#if defined(TILEWISE_ISA_AVX512)
+    case Isa::avx512:
+      return *avx512_kernels(dtype);
+#endif
+#if defined(TILEWISE_ISA_AVX512_BF16)
+    case Isa::avx512_bf16:
+      return *avx512_bf16_kernels(dtype);
+#endif
+#if defined(TILEWISE_ISA_AMX)
+    case Isa::amx:
+      return *amx_kernels(dtype);
+#endif
+    default:
+      return *portable_kernels(dtype);
+  }
 }
 
 // Below this many multiply-adds, waking a thread costs more than it saves (about 5 us).

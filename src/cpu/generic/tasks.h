@@ -116,8 +116,7 @@ struct Kernels {
   void (*second)(const BackwardTask&, Arena scratch);
 };
 
-// One table per instruction set, indexed by dtype; null where this build has none.
-using KernelTable = const Kernels* (*)(int32_t dtype);
+// The kernels of an instruction set for a dtype of q; a build may leave instruction sets out.
 const Kernels* portable_kernels(int32_t dtype);
 const Kernels* avx2_kernels(int32_t dtype);
 const Kernels* avx512_kernels(int32_t dtype);
