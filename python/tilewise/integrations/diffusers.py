@@ -65,7 +65,7 @@ def attention(
         _parallel_config: Diffusers' context parallelism.
 
     Returns:
-        out [batch, rows, heads, head_dim]. A row that sees no key is 0.
+        out [batch, rows, heads, head_dim]; 0 in a row that sees no key.
     """
     if _parallel_config is not None:
         return attention_dispatch._templated_context_parallel_attention(
