@@ -1,7 +1,7 @@
 # The CUDA families. A folder of src/cuda with an instances.h is a family: that file lists its tile
 # tables and its instances (table, element, head-dim tile). An instance is one source in the build
 # tree, written from the instance.cu.in of the folder and compiled for the architectures of its
-# table. Nothing here names a family or a table.
+# table. Nothing here names a family.
 #
 #   TILEWISE_CUDA                 AUTO: for the GPU of this machine, if it has one and nvcc is found;
 #                                 ON: for every architecture (takes minutes, needs no GPU); OFF

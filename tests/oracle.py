@@ -311,7 +311,8 @@ def weights(q: Array, k: Array, v: Array, sequence: SequenceIndices, o: Options)
 
 
 def add_to_bias(dbias: Array | None, ds: Array, batch: int) -> None:
-    """Adds the gradient of the scores [Hq, n, m] of one sequence, summed where the bias has 1."""
+    """Adds the gradient of the scores [Hq, n, m] of one sequence, summed over the dimensions in
+    which the bias has size 1."""
     if dbias is None:
         return
     batch_size, bias_heads, bias_rows = dbias.shape[:3]
@@ -391,8 +392,8 @@ def tangents(
     t: Tangents,
     incoming: tuple[Array, Array, Array, Array] | None = None,
 ) -> TangentResult:
-    """The tangents of out and lse along t. `incoming` are the gradients of out, lse and these two
-    tangents, for the gradients of q, k, v, bias, sinks and scale."""
+    """The tangents of out and lse along t. Given `incoming`, the gradients of out, lse and these two
+    tangents, also the gradients of q, k, v, bias, sinks and scale."""
     group = q.shape[1] // k.shape[1]
     r = TangentResult(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.zeros(q.shape[:2]), dq=np.zeros(q.shape),

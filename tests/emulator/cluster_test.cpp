@@ -89,8 +89,8 @@ TEST(Cluster, Exchange) {
   }
 }
 
-// Each of the first blocks stores a word of each lane in every block and waits for those sent to
-// it; the last two blocks have exited.
+// Each of the first 14 blocks stores a word of each lane in all 14 and waits for those sent to it;
+// the last two blocks have exited.
 TEST(Cluster, StoresOfManyBlocks) {
   constexpr int kCluster = 16;
   constexpr int kStoring = kCluster - 2;

@@ -1,5 +1,5 @@
 """GPU memory through the driver's own library, without PyTorch, so that under compute-sanitizer
-every kernel is one of Tilewise. `Host` is the same over host memory, for a build that emulates the
+every kernel is one of Tilewise's. `Host` is the same over host memory, for a build that emulates the
 GPU.
 """
 

@@ -119,7 +119,7 @@ def like(model: Any, implementation: str) -> Any:
 
 
 def _randomise_weights(model: torch.nn.Module) -> None:
-    """Draws weights with which scores differ visibly, also those that a model leaves at zero."""
+    """Draws weights with which scores differ visibly, including those that a model leaves at 0."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
