@@ -392,8 +392,8 @@ def tangents(
     t: Tangents,
     incoming: tuple[Array, Array, Array, Array] | None = None,
 ) -> TangentResult:
-    """The tangents of out and lse along t. Given `incoming`, the gradients of out, lse and these two
-    tangents, also the gradients of q, k, v, bias, sinks and scale."""
+    """The tangents of out and lse along t. Given `incoming`, the gradients of out, lse and these
+    two tangents, also the gradients of q, k, v, bias, sinks and scale."""
     group = q.shape[1] // k.shape[1]
     r = TangentResult(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.zeros(q.shape[:2]), dq=np.zeros(q.shape),

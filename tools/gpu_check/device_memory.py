@@ -1,6 +1,6 @@
 """GPU memory through the driver's own library, without PyTorch, so that under compute-sanitizer
-every kernel is one of Tilewise's. `Host` is the same over host memory, for a build that emulates the
-GPU.
+every kernel is one of Tilewise's. `Host` is the same over host memory, for a build that emulates
+the GPU.
 """
 
 from __future__ import annotations
