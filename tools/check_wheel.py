@@ -68,7 +68,8 @@ class WheelError(Exception):
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """The output of a command in an environment with these variables and no others.
+    """The output of a command in an environment with these variables and no others; if none are
+    given, in that of this process.
 
     Raises:
         WheelError: The command failed.

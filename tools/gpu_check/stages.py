@@ -96,8 +96,8 @@ def architecture_of(name: str) -> str:
 
 def tile_names(architecture: str) -> list[str]:
     """Prefixes of shape names, one per kernel instance of a tile table. When a table is forced, the
-    driver compiles its PTX, which takes a while and is cached, so only one process uses each
-    instance first.
+    driver compiles its PTX, which takes a while and is cached, so one process alone runs each
+    instance before the others do.
     """
     dtypes = ("fp16",) if architecture == "75" else DTYPES
     dims = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}

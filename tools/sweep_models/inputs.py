@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .shrink import FIRST_FREE_TOKEN
 
-BATCH, LENGTH, DECODER_LENGTH = 3, 11, 7  # primes: so that a dimension is recognised by its size
+BATCH, LENGTH, DECODER_LENGTH = 3, 11, 7  # primes, so that a dimension is recognised by its size
 PADDINGS: dict[str, tuple[tuple[int, int], ...]] = {  # (left, right) per sequence of a batch
     "left": ((4, 0), (0, 0), (7, 0)),
     "right": ((0, 7), (0, 0), (0, 3)),
