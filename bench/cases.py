@@ -92,8 +92,8 @@ def attention_cases(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
 
 
 def decode_cases(longest: int = LONG_CACHE) -> Iterator[Decode]:
-    """Caches of 8 heads with one, four and eight query heads each, and one of LONG_CACHE keys if
-    `longest` allows it.
+    """Caches of 8 heads with one, four and eight query heads each, and one of `longest` keys if
+    that is more than the others have.
     """
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:

@@ -81,7 +81,9 @@ def block(attention: Attention, x: jax.Array, layer: Parameters) -> tuple[jax.Ar
 
 
 def loss(attention: Attention, weights: Parameters, tokens: jax.Array) -> jax.Array:
-    """The mean cross-entropy in nats of the tokens [batch, row + 1], each from those before it."""
+    """The mean cross-entropy in nats of predicting each of the tokens [batch, row + 1] but the
+    first from those before it.
+    """
     x = weights["embedding"][tokens[:, :-1]] * WIDTH**0.5
     x, _ = jax.lax.scan(partial(block, attention), x, weights["layers"])
     logits = rms_norm(x, weights["norm"]) @ weights["embedding"].T

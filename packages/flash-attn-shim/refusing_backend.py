@@ -1,4 +1,4 @@
-"""The build backend of setuptools, which refuses environments that have a real flash-attn."""
+"""setuptools' build backend, changed to refuse environments that have a real flash-attn."""
 
 from __future__ import annotations
 

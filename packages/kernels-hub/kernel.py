@@ -1,8 +1,8 @@
 """Tilewise as a kernel of the Hugging Face Hub.
 
 tools/kernels_hub.py copies this file beside the package, as ``__init__.py``. The package is
-imported under its own name, because its operators, ``torch.ops.tilewise``, exist once in a process:
-so there can be one version of Tilewise.
+imported under its own name, because its operators, ``torch.ops.tilewise``, exist once in a process.
+A process can therefore have only one version of Tilewise.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The PyTorch operators ``forward`` and ``append_kv``: how they are called, derived and mapped.
+"""Calls, derivatives and vmap of the PyTorch operators ``forward`` and ``append_kv``.
 
 ``_schemas`` defines all operators, ``_derivatives`` has those that differentiate ``forward``.
 """

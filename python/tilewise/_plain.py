@@ -1,4 +1,4 @@
-"""The fast path of eager calls that give at most a scale, causal, a window and index tensors.
+"""The fast path of eager calls that give no tensor but q, k, v and index tensors, and no dropout.
 
 The overhead of a call in Python matters if the problem is tiny. Nothing is checked twice here: the
 operator checks its arguments, and a call that it does not take (or refuses) goes through the
@@ -232,7 +232,7 @@ def _general_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     plain: tuple[Any, ...], wanted: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients from the general operator, which can be traced, transformed and derived."""
+    """The gradients by the general operator, which supports tracing, transforms and autograd."""
     scale, left, right, deterministic, tf32, heads_first = plain
     options = _ops.Options(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,

@@ -71,7 +71,7 @@ class TilewiseBackend(AttentionBackend):
             cu_seqlens=torch.arange(max_bs + 1, dtype=torch.int32, device=self._device),
             longest=1,
             lengths=integers(max_bs),
-            longest_keys=self._context,  # that of every replay, not only of the capture
+            longest_keys=self._context,  # a bound for every replay, not only the capture
             table=integers(max_bs, width),
             window_table=integers(max_bs, width) if self._has_window_pool else None,
             window_slots=integers(max_bs, dtype=torch.int64) if self._has_window_pool else None,

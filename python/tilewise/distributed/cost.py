@@ -1,6 +1,7 @@
 """The time that a method takes: a model of the bytes, messages and products of the busiest rank.
 
-The first group of heads travels before anything is computed; the other groups travel meanwhile.
+The first group of heads travels before anything is computed; each other group travels while an
+earlier one is computed.
 ``method="auto"`` and bench/distributed_model.py use the same formulas.
 """
 
@@ -72,7 +73,7 @@ class Work(NamedTuple):
 
 
 def seconds(moving: float, computing: float, groups: int) -> float:
-    """The time of a pipeline of groups: moving is hidden, except of the first group."""
+    """The time of a pipeline of groups: moving is hidden, except that of the first group."""
     return moving / groups + max(moving * (groups - 1) / groups, computing)
 
 

@@ -1,9 +1,9 @@
 """Ranks of a mesh of two dimensions: "ulysses" among the ranks of a row, "allgather" across rows.
 
 A row of the mesh is meant to be a host. Its ranks exchange their rows for heads, after which each
-has, for some heads, all rows of its host; those gather the keys of the other hosts. A layout cuts
-the sequence for all ranks of the mesh, in row-major order, so the rows of a host are those that the
-same layout gives one of as many ranks as there are hosts.
+has, for some heads, all rows of its host; it then gathers the keys of the other hosts for these
+heads. A layout cuts the sequence for all ranks of the mesh, in row-major order. A host therefore
+has the rows that the layout would give it if each host were a single rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _joined(runs: list[Run]) -> Runs:
 
 
 def inside_host(runs: tuple[Runs, ...], grid: Grid) -> tuple[Runs, ...]:
-    """The runs of the ranks of this rank's row of the mesh, among the rows that they have."""
+    """The runs of each rank of this rank's row of the mesh, numbered within the rows that these
+    ranks have together.
+    """
     each, host = grid.inside.world, grid.between.rank
     of_ranks = runs[host * each : (host + 1) * each]
     whole = _joined([run for own in of_ranks for run in own])

@@ -255,13 +255,13 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """Attention of q [Tq, Hq, D] to k and v [Tk, Hkv, D] per sequence.
+    """Attention of q [Tq, Hq, D] to k [Tk, Hkv, D] and v [Tk, Hkv, Dv] per sequence.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, boundaries of the sequences.
         max_seqlen_q, max_seqlen_k: Upper bounds of the lengths.
-        block_table: [B, pages of a sequence] int32. With it, k and v are [pages, page_size, Hkv, D]
-            with any page size, and cu_seqlens_k gives the lengths.
+        block_table: [B, pages of a sequence] int32. With it, k and v are [pages, page_size, Hkv, D
+            or Dv] with any page size, and cu_seqlens_k gives the lengths.
 
     Returns:
         out [Tq, Hq, Dv], or (out, softmax_lse, S_dmask) as in the module docstring.

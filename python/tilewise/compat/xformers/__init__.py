@@ -5,8 +5,8 @@ The modules have the places that they have in xFormers, so a caller only has to 
     from tilewise.compat.xformers.ops import LowerTriangularMask, memory_efficient_attention
     from tilewise.compat.xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
-xFormers' own masks are also accepted. CPU tensors, gradients of grouped heads and of every mask,
-and dropout with packed sequences work here, where xFormers refuses them.
+xFormers' own masks are also accepted. CPU tensors, gradients with grouped heads and with every
+mask, and dropout with packed sequences work here, where xFormers refuses them.
 """
 
 from tilewise.compat.xformers.ops.fmha import memory_efficient_attention

@@ -92,7 +92,7 @@ def _own_attention(module: ModuleType) -> tuple[str, ...]:
 
 
 def _names_in_code(cls: type) -> set[str]:
-    """The names that the undecorated methods of a class refer to."""
+    """The names that the methods of a class refer to, without those in their decorators."""
     methods = (inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f))
     return {name for method in methods for name in method.__code__.co_names}
 

@@ -32,7 +32,7 @@ def _starts(lengths: Iterable[int]) -> list[int]:
 
 @dataclass
 class _SeqLenInfo:
-    """Sequences that lie end to end: seqstart is int32 [sequences + 1], seqstart_py its numbers."""
+    """Sequences that lie end to end: seqstart is int32 [sequences + 1], seqstart_py its values."""
 
     seqstart: Tensor
     max_seqlen: int
@@ -102,7 +102,8 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 class _GappySeqInfo(_SeqLenInfo):
     """Sequences that start at seqstart and have seqlen keys.
 
-    With pages, seqstart counts from the first page of a sequence, and seqlen is the end.
+    With pages, seqstart and seqlen are the first key and the end of the keys, both counted from the
+    beginning of the first page of the sequence.
     """
 
     seqlen: Tensor
