@@ -36,8 +36,8 @@ void parallel_for(void* user, int64_t tasks, tilewise_task task, void* context) 
   if (torch_parallel_for(0, workers, 1, work, &loop) != AOTI_TORCH_SUCCESS) work(0, 1, &loop);
 }
 
-// The accessor is in libtorch_cuda, which a CPU-only torch lacks. It is looked up in the already
-// loaded library, so the adapter neither links to it nor loads it.
+// The function that returns the stream is in libtorch_cuda, which a CPU-only torch lacks. It is
+// looked up in the already loaded library, so the adapter neither links to that nor loads it.
 void* current_cuda_stream(int32_t device_index) {
   using Accessor = AOTITorchError (*)(int32_t, void**);
   static const Accessor accessor = [] {

@@ -228,9 +228,9 @@ typedef struct tilewise_attention {
   int64_t v_descale_stride_batch;
   int64_t v_descale_stride_head;
   float* lse_low; /* optional; needs lse and has its shape and strides. The rounding error of lse:
-                     lse + lse_low is the log-sum-exp to twice the precision of fp32, which keeps
-                     log l where the maximum m is huge. 0 in rows whose lse is infinite. Written by
-                     the forward. The weights of the backward are exp(score - lse - lse_low); with
+                     lse + lse_low is the log-sum-exp to twice the precision of fp32, which is
+                     needed where scores are huge. 0 in rows whose lse is infinite. Written by the
+                     forward. The weights of the backward are exp(score - lse - lse_low); with
                      lse alone they have a relative error of |lse| * 6e-8. Giving lse_low also
                      asserts that lse covers exactly the keys of this backward */
 

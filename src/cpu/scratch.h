@@ -97,7 +97,7 @@ struct MaskScratch {
         coverage(arena.take<uint8_t>(p.mask != nullptr ? coverages : Size(0))) {}
 };
 
-// How stored lse turn the scores of each lane into weights; see generic/row_weights.h.
+// How the stored lse turns the scores of each lane into weights; see generic/row_weights.h.
 struct WeightScratch {
   int32_t* huge;  // -1 where S is multiplied by the scale first
   float* base;    // P = 2^((S - base) c - rest)
@@ -390,10 +390,10 @@ struct SecondScratch {
   uint32_t* do_t;     // the gradient of out
   uint32_t* q_rows;   // Q'
   uint32_t* do_rows;  // the gradient of out
-  float* x_tile;      // the tangent of the products q.k
-  float* d_tile;      // dP^T of the results
+  float* x_tile;      // x'^T, the tangents of the products x = q.k
+  float* d_tile;      // (dout.v + dout'.v')^T; dp_tile of BackwardScratch has (dout'.v)^T
   uint32_t* p_a;      // P^T; fp32 engines: x_tile
-  uint32_t* ds_a;     // the gradient of x_tile's tangents; fp32 engines: d_tile
+  uint32_t* ds_a;     // dX'^T, the gradient of x'; fp32 engines: d_tile
   uint32_t* ds_b;
   float* delta;  // [lane]
   float* dlse;   // [lane]

@@ -25,8 +25,8 @@ struct DotProducts {
   static constexpr int kColumns = Reader::kColumns;
   // Accumulators kept in registers: half of the registers, as the other half holds operands.
   static constexpr int kSums = W == 16 ? 16 : 8;
-  // Rows whose sums with V are kept in registers: with 8 rows, half of the 16 registers would
-  // spill.
+  // Rows whose sums with V are kept in registers. Without AVX-512 there are 16 registers, and half
+  // of the sums of 8 rows would spill.
   static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
   // Reads of V whose sums for `rows` rows fit into the registers.
   TILEWISE_FN static constexpr int reads_at_once(int rows) {
@@ -50,9 +50,9 @@ struct DotProducts {
   template <int R>
   static constexpr bool kByUnits = Reader::kHasUnits && R >= 4 * Reader::kUnitBlocks;
 
-  // The prefetch distances, in keys that are listed after a tile. One row, and heads side by side,
-  // prefetch in the same tensor; several rows of one head prefetch the other tensor
-  // (DecodePrefetch).
+  // How to prefetch (DecodePrefetch). One row, and heads side by side, prefetch in the tensor that
+  // is being read; several rows of one head prefetch the other tensor (`prefetch_across`). The
+  // distances are counts of keys; so many rows are listed after those of a tile.
   const bool prefetch_across;
   const bool in_order_of_memory;
   const bool into_l1;

@@ -227,7 +227,7 @@ struct Dbias {
       if (j < begin || j >= end) continue;
       const float exponent =
           (score_mod.at(score[j], row_score_mod, first_key + j).value - row_lse) - row_lse_low;
-      // lse is rounded, so a weight may exceed 1 by that rounding, but never by more.
+      // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
       const float weight = exponential(exponent > 0.0f ? 0.0f : exponent);
       const float factor = score_mod.dropout.on() ? keep.at(first_key + j) : 1.0f;
       sum[j] += weight * (dp[j] * factor - row_delta);

@@ -8,7 +8,7 @@ namespace tilewise::cuda::ptx {
 
 #if defined(TILEWISE_EMULATOR)
 
-// ld.global and st.global. `volatile` keeps their order among other asm statements.
+// ld.global and st.global. On a GPU, `volatile` keeps their order among other asm statements.
 TILEWISE_DEVICE uint32_t ld_global_b32(const void* p) {
   uint32_t r;
   __builtin_memcpy(&r, p, sizeof(r));

@@ -126,7 +126,7 @@ struct Backward {
 
   TILEWISE_DEVICE static float weight_of(float score, int r) {
     const float exponent = (score - shared().lse[r]) - shared().lse_low[r];
-    // lse is rounded, so a weight may exceed 1 by that rounding, but never by more.
+    // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
     return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
   }
 

@@ -56,7 +56,8 @@ struct Rows {
 };
 
 // Loads kChain columns from `column` on, transposed: to[column][row]. A warp reads eight columns of
-// four rows at a time, which are whole sectors of global memory and hit all banks of shared memory.
+// four rows at a time, which hit all banks of shared memory (and, in fp32, whole sectors of global
+// memory if rows are aligned).
 template <class T>
 TILEWISE_DEVICE void load_transposed(float* to, const Rows<T>& rows, int column) {
   const int lane = ptx::lane_index();

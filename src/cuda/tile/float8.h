@@ -42,8 +42,8 @@ struct Float8Pairs {
   TILEWISE_DEVICE static uint32_t swapped(uint32_t x) { return ptx::prmt<0x3120>(x, x); }
 };
 
-// Loads 16 rows of a B that is stored [n][k], at two steps. Inside a step the summed index has the
-// order that `pair_words` gives to A.
+// Loads 16 rows of an operand B that is stored [n][k], at two steps. Inside a step the summed index
+// has the order that `pair_words` gives to operand A.
 template <bool kConvert>
 TILEWISE_DEVICE void load_float8(Fragment<F16>& first, Fragment<F16>& second,
                                  ptx::SharedAddress address) {
@@ -72,8 +72,8 @@ TILEWISE_DEVICE void pair_words(uint32_t (&first)[4], uint32_t (&second)[4]) {
   }
 }
 
-// Loads 16 rows x 32 columns of a B that is stored [k][n]. Each 16 columns are permuted, even
-// columns first, then odd ones; `pair_columns` accounts for this. `Offsets` is LaneOffsets or
+// Loads 16 rows x 32 columns of an operand B that is stored [k][n]. Each 16 columns are permuted,
+// even columns first, then odd ones; `pair_columns` accounts for this. `Offsets` is LaneOffsets or
 // PanelOffsets with Lanes::rows_first.
 template <bool kConvert, class Offsets>
 class Float8B {

@@ -79,7 +79,7 @@ TILEWISE_DEVICE void split_presplit(Fragment<F32>& f) {
 
 // --- loads ---
 
-// Loads 16 rows of A, or 16 rows of a B that is stored [n][k], at one step.
+// Loads 16 rows of operand A, or 16 rows of an operand B that is stored [n][k], at one step.
 template <class Element>
 TILEWISE_DEVICE Fragment<Element> load(ptx::SharedAddress address) {
   Fragment<Element> f;

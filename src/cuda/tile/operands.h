@@ -69,8 +69,8 @@ class OperandOffsets {
   uint32_t row_;
 };
 
-// Addresses in a B that is stored [n][k], for loads of eight rows at two steps: the steps are the
-// halves of one fragment.
+// Addresses in an operand B that is stored [n][k], for loads of eight rows at two steps: the steps
+// are the halves of one fragment.
 template <int kRowBytes>
 class StepPairOffsets {
  public:

@@ -6,8 +6,8 @@
 
 namespace tilewise::cuda::tile {
 
-// For a B that is stored [n][k] as two tiles: the high parts and, `low` bytes after them, the low
-// parts.
+// For an operand B that is stored [n][k] as two tiles: the high parts and, `low` bytes after them,
+// the low parts.
 TILEWISE_DEVICE Fragment<F32> load_split(ptx::SharedAddress address, uint32_t low) {
   Fragment<F32> f;
   ptx::ldmatrix_x4(f.r, address);
@@ -22,8 +22,8 @@ TILEWISE_DEVICE void store_split(ptx::SharedAddress address, uint32_t low, const
   ptx::st_shared_v4_b32(address + low, f.low);
 }
 
-// A B that is stored [k][n]: 16 bytes (high, high, low, low) for every column of a pair of rows,
-// which is what a lane needs of 8 rows x 8 columns. A pair of rows has kColumns of these units.
+// An operand B that is stored [k][n]: 16 bytes (high, high, low, low) for every column of a pair of
+// rows, which is what a lane needs of 8 rows x 8 columns. A pair of rows has kColumns such units.
 template <int kColumns>
 class PairTile {
  public:
