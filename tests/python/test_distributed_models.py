@@ -1,5 +1,5 @@
-"""Models whose sequences are cut over ranks: torch's own context_parallel over our operators, and
-tilewise.distributed in a model that FSDP2 shards and whose blocks are checkpointed.
+"""Models whose sequences are sharded across ranks: torch's own context_parallel over our operators,
+and tilewise.distributed in a model that FSDP2 shards and whose blocks are checkpointed.
 
 PyTorch's context_parallel handles the flash operator of CUDA alone. Here that operator gets the
 functions of the switch on CPUs too, and scaled_dot_product_attention calls it; the ring, its merge

@@ -1,4 +1,4 @@
-"""``tilewise.jax`` on arrays that are cut over two devices, with and without ``shard_map``."""
+"""``tilewise.jax`` on arrays sharded across two devices, with and without ``shard_map``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def attention(
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
-    """Exact attention of one batch of sequences whose rows are cut over the ranks of a group.
+    """Exact attention of one batch of sequences whose rows are sharded across a group.
 
     All ranks must call it, and must run its backward, with equal arguments except for the rows. q,
     k and v are this rank's rows in the order of ``shard``; the whole sequence has the sum of the
@@ -96,7 +96,7 @@ def attention_varlen(
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
-    """Exact attention of packed sequences of different lengths, each of which is cut over ranks.
+    """Exact attention of packed sequences of different lengths, each sharded across ranks.
 
     All ranks must call it, and must run its backward, with equal arguments except for q, k and v,
     which are this rank's rows in the order of ``shard`` with the same ``cu_seqlens``: its chunks,

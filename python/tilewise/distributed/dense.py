@@ -1,4 +1,4 @@
-"""Sequences of equal length, cut over ranks."""
+"""Sequences of equal length, sharded across ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed sequences of different lengths, each of which is cut over the ranks.
+"""Packed sequences of different lengths, each of which is sharded across the ranks.
 
 The rows of a rank are, sequence by sequence, the chunks that the layout gives it (as in Megatron-LM
 and Transformer Engine). Kernels want each sequence in one piece, so rows are put in that order

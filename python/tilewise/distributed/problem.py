@@ -40,7 +40,7 @@ def check_method(method: str, grid: Grid | None = None) -> str:
 
 
 class Cut(cost.Cut, Protocol):
-    """How the sequences of a call are cut over the ranks.
+    """How the sequences of a call are sharded across the ranks.
 
     Row and key runs are those of the order in which "ulysses" computes; the calls of "allgather"
     may have another order.
