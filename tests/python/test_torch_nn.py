@@ -45,8 +45,8 @@ def test_training_loop():
         return abs(rows(given) - exact).max() / abs(exact).max()
 
     assert max(error(output, want.out), error(K.grad, want.dk), error(V.grad, want.dv)) < 1e-6
-    # Among four million scores of normal numbers, sums of 64 products, one is 5 or 6: its rounding
-    # alone may change an element of dQ by more than that.
+    # The largest of four million scores of normal numbers, sums of 64 products, is 5 or 6: its
+    # rounding alone may change an element of dQ by more than 1e-6.
     grads = {"q": rows(Q.grad), "scale": float64(attn.scale.grad.view(1))}
     check_gradients(grads, want, b, None, "")
     assert [name for name, _ in attn.named_parameters()] == ["scale"]

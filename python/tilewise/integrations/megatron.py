@@ -165,7 +165,7 @@ class TilewiseAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """The learnable offsets of the softmax, which are cut by heads."""
+        """The learnable offsets of the softmax, which are sharded by heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
