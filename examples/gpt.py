@@ -192,7 +192,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Draws normal weights with deviation 0.02; both residual projections scale it by depth."""
+        """Draws normal weights, deviation 0.02; over sqrt(2 * layers) for residual projections."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("out.weight", "down.weight"))

@@ -1,11 +1,11 @@
 """Attention of Megatron-Core on Tilewise: ``TilewiseAttention`` for a layer's ``core_attention``.
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from tilewise.integrations.megatron import TilewiseAttention
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from tilewise.integrations.megatron import TilewiseAttention
 
-spec = get_gpt_layer_local_spec()
-spec.submodules.self_attention.submodules.core_attention = TilewiseAttention
-model = GPTModel(config, transformer_layer_spec=spec, ...)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = TilewiseAttention
+    model = GPTModel(config, transformer_layer_spec=spec, ...)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbit
 class TilewiseAttention(MegatronModule):
     """Exact attention in linear memory, for the formats sbhd and thd (packed sequences).
 
-    The arguments are those of Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. The
-    options of the configuration that it reads are: attention_dropout, window_size and
+    The arguments are those of Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. It
+    follows these options of the configuration: attention_dropout, window_size and
     window_attn_skip_freq, softmax_type, deterministic_mode, batch_invariant_mode.
 
     Raises:
@@ -187,7 +187,7 @@ def _with_mask(bias: Tensor | None, mask: Tensor, query: Tensor) -> Tensor:
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, packed: Any, options: dict[str, Any]
 ) -> Tensor:
-    """The format thd; sequences may lie in places that are longer than they are."""
+    """The format thd; ``cu_seqlens_*_padded`` may give a sequence more room than it fills."""
     starts, lengths = [], []
     for side in ("q", "kv"):
         used = getattr(packed, f"cu_seqlens_{side}")
@@ -203,5 +203,5 @@ def _packed(
 
 
 def _bound(length: Any) -> int | None:
-    """A bound in GPU memory is not worth a synchronisation."""
+    """The length if it is an int; None for a tensor, because reading it may wait for the GPU."""
     return length if isinstance(length, int) else None

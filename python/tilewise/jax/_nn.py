@@ -21,7 +21,7 @@ def dot_product_attention(
     """``jax.nn.dot_product_attention`` computed by Tilewise, without its ``implementation``.
 
     The band is aligned as there: row i sees key j if j <= i (is_causal) and i - left <= j <= i +
-    right (local_window_size), also where queries and keys differ in number. These differ:
+    right (local_window_size), also where queries and keys differ in number. The differences are:
 
     - A row that sees no key has out 0 and residual -inf. jax.nn gives it the mean of all values.
     - The residual is float32 and has a derivative. jax.nn rounds it to the dtype of key.
@@ -33,8 +33,8 @@ def dot_product_attention(
         value: [B, S, K, Hv] or [S, K, Hv].
         bias: Broadcastable to [B, N, T, S], float32 or the dtype of query. Differentiable.
         mask: bool, broadcastable to [B, N, T, S]: True where a row sees a key. It is added to the
-            bias as 0 or -inf, with the memory of its own shape in float32; is_causal,
-            local_window_size and the lengths cost none.
+            bias as 0 or -inf, which takes memory for a float32 array of its shape; is_causal,
+            local_window_size and the lengths take none.
         scale: Factor of the scores; None is 1 / sqrt(H).
         is_causal: Row i sees key j if j <= i.
         query_seq_lengths: int32 [B]: rows in use; the others are 0.
@@ -86,7 +86,7 @@ def dot_product_attention(
 
 
 def _window(size: Any) -> _check.Window:
-    """(left, right); jax.nn takes a negative bound literally, ours would be no limit."""
+    """(left, right), not negative: jax.nn takes -1 literally, but here it would mean no limit."""
     if size is None:
         return _check.UNBOUNDED
     left, right = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)

@@ -37,7 +37,7 @@ class Sequence:
     stop_tokens: frozenset[int]
     text: TextStream | None = None
     deliver: Callable[[Output], None] | None = None
-    timeout: float | None = None  # seconds from now
+    timeout: float | None = None  # seconds after `since`
     prompt: int = field(init=False)  # number of tokens of the prompt
     random: random.Random = field(init=False)
     deadline: float = field(init=False)  # on the clock of time.monotonic

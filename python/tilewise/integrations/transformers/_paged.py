@@ -22,8 +22,8 @@ def paged_attention(
         sliding_window: As in ``attention``.
         options: scale, softcap, sinks and dropout_p.
         kwargs: k_cache and v_cache [pages, page_size, heads_kv, head_dim], block_table [sequences,
-            pages of a sequence], and cu_seq_lens_k [sequences + 1] of the lengths with
-            the new tokens.
+            pages of a sequence], and cu_seq_lens_k [sequences + 1], the cumulative lengths
+            including the new tokens.
 
     Returns:
         [1, sequences, heads, head_dim].

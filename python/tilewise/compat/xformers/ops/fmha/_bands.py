@@ -47,7 +47,7 @@ _NOT_CAUSAL = frozenset({
 
 
 def band_of(mask: Any) -> Band:
-    """The band of a mask, of this module or of xFormers.
+    """The band of a mask of ``attn_bias`` or of xFormers itself.
 
     Raises:
         TypeError: the class of the mask is unknown.
