@@ -45,7 +45,7 @@ def best_over_cudnn(case: Case) -> float:
 
 
 def ratio_to_best(case: Case, ratio: dict[str, float]) -> float | None:
-    """Tilewise's speed over the best peer's; None if cuDNN did not run.
+    """Tilewise's speed over the best peer's; None if none of MEASURED ran.
 
     Args:
         ratio: Tilewise's speed over each peer's in this run.

@@ -30,7 +30,7 @@ BACKENDS: dict[str, Attention] = {"tilewise": tilewise.attention, "MATH": math}
 
 
 def kept_bytes(call: Callable[[], object]) -> int:
-    """Bytes of the tensors that autograd keeps for backwards during the call."""
+    """Bytes of the tensors that autograd saves for the backward during the call."""
     storages: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention in double precision in NumPy, the reference of the self-test.
 
-It computes the forward and the gradients of dense tensors with every option that kernels implement
-separately. It follows the definition in tilewise.h line by line and shares no code with the
+It computes the forward and the gradients of dense tensors with the options of the self-test:
+window, softcap, ALiBi, bias and sinks. It follows the definition in tilewise.h line by line and shares no code with the
 kernels.
 """
 

@@ -70,7 +70,7 @@ class _Streams:
         self._side = torch.cuda.Stream(device, priority=-1) if self._gpu else None
 
     def run(self, copies: Sequence[Copy]) -> list[Any]:
-        """Copies after what the current stream has now; returns an event on a GPU."""
+        """Copies after the work queued on the current stream so far; returns an event on a GPU."""
         if not self._gpu:
             for copy in copies:
                 ctypes.memmove(*copy)
@@ -109,7 +109,7 @@ class _Group:
         return open_memory(-(-size // _GRAIN) * _GRAIN, self.ranks, self.device)
 
     def begin(self) -> None:
-        """Begins a call: whatever the previous one has received and sent has been read."""
+        """Begins a call, after a barrier: every rank has read what the previous call published."""
         self.published.barrier()
         if self._retired:
             if self.device.type == "cuda":

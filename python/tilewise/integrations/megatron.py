@@ -1,5 +1,7 @@
 """Attention of Megatron-Core on Tilewise: ``TilewiseAttention`` for a layer's ``core_attention``.
 
+Put it into the specification of the layers::
+
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from tilewise.integrations.megatron import TilewiseAttention
 

@@ -75,8 +75,8 @@ def attention_varlen(
     """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
 
     Arguments, results and errors are those of ``tilewise.attention_varlen``, with dropout_seed as
-    in ``attention``. There is no ``check``: XLA runs the call later, when no entry of an index
-    array can be reported as an exception of this one. On a CPU an entry out of range fails the
+    in ``attention``. There is no ``check``: XLA runs the call later, when it is too late for this
+    function to raise an exception about an index array. On a CPU an entry out of range fails the
     computation; on a GPU its rows are NaN, and ``tilewise.last_index_error`` names the entry.
 
     A bias has as many rows and keys as the longest sequence. max_seqlen_q and max_seqlen_k default
@@ -128,7 +128,7 @@ def attention_with_kvcache(
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
     v_descale: Any = None,
 ) -> Any:  # fmt: skip
-    """Attention of new queries to all keys in a cache, which the call reads only.
+    """Attention of new queries to all keys in a cache, which the call only reads.
 
     Arguments, results and errors are those of ``tilewise.attention_with_kvcache``; index arrays are
     int32. JAX arrays do not change, so new keys are written before the call, for instance by

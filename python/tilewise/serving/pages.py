@@ -46,7 +46,7 @@ class PagePool:
         self._free_rows = list(range(self._rows - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(self._rows)]
         self._prefixes = PrefixIndex(self.page_size)
-        self._published = [Prefix()] * self._rows  # what of each row is in the index
+        self._published = [Prefix()] * self._rows  # the part of each row in the index
 
     @property
     def free_pages(self) -> int:
@@ -70,7 +70,7 @@ class PagePool:
         return self._free_rows.pop()
 
     def admit(self, tokens: list[int]) -> tuple[int, int] | None:
-        """Takes a row and pages for all tokens, as many of them as possible shared ones.
+        """Takes a row and pages for all tokens, and shares as many of the pages as possible.
 
         Returns:
             The row, and the number of tokens whose keys and values its pages hold already, which is
@@ -113,7 +113,7 @@ class PagePool:
             )
 
     def forget(self, row: int) -> None:
-        """Ends the sharing of the row's pages with further rows."""
+        """Keeps further rows from sharing the pages of the row."""
         for page in self._owned[row]:
             if page in self._prefixes:
                 self._prefixes.forget(page)

@@ -1,9 +1,9 @@
 """FlashAttention-2's package ``flash_attn`` on Tilewise: the same names, arguments and results.
 
-It differs only where the original package refuses a call or leaves its result undefined. fp32 and
-CPU tensors, any head dimension up to 512, softcap together with dropout, any page size and
-gradients of the returned log-sum-exp work here. A row that sees no key has lse = -inf (+inf in the
-original), so that partial results can be merged.
+It accepts calls that the original package refuses: fp32 and CPU tensors, any head dimension up to
+512, softcap together with dropout, any page size and gradients of the returned log-sum-exp work
+here. Where the original defines a result, only one differs: a row that sees no key has lse = -inf
+(+inf in the original), so that partial results can be merged.
 """
 
 from tilewise.compat.flash_attn.flash_attn_interface import (
