@@ -1,8 +1,8 @@
 """Attention in double precision in NumPy, the reference of the self-test.
 
 It computes the forward and the gradients of dense tensors with the options of the self-test:
-window, softcap, ALiBi, bias and sinks. It follows the definition in tilewise.h line by line and shares no code with the
-kernels.
+window, softcap, ALiBi, bias and sinks. It follows the definition in tilewise.h line by line and
+shares no code with the kernels.
 """
 
 from __future__ import annotations
