@@ -35,8 +35,8 @@ class Arguments {
   uint64_t position_ = 0;
 };
 
-// The arguments that forward and backward share after the tensors; members in the order of the
-// schema.
+// The options of a problem, which forward, backward, jvp and second share; members in the order of
+// the schemas.
 struct Options {
   explicit Options(Arguments& arguments);
   OptionalTensor bias, alibi_slopes, sinks;

@@ -13,7 +13,7 @@ struct KvSource {
   int64_t page_size = 0;
   int64_t batch_index = 0;  // index along stride_batch
   int64_t first = 0;        // rows before key 0
-  uint32_t last_page = 0;   // of the tensors: the largest valid entry of `pages`
+  uint32_t last_page = 0;   // of k and v: the largest valid entry of `pages`
 
   // The page of entry i of the table, clamped to the last page if the entry is invalid.
   TILEWISE_FN uint32_t page(int64_t i) const {

@@ -221,7 +221,7 @@ struct Mask {
     return {clamp(mask->first[index], 0, mask->entry_count),
             clamp(mask->first[index + 1], 0, mask->entry_count)};
   }
-  // The blocks of a row block, which must be below the number that the mask has.
+  // The list of entries of a row block; its index must be below the mask's number of row blocks.
   TILEWISE_FN Range list_of(int64_t head, int64_t row_block) const {
     const int64_t row_blocks = ceil_div(mask->rows, kMaskBlock);
     return list((sequence * mask->heads + head) * row_blocks + row_block);

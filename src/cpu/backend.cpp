@@ -171,7 +171,7 @@ struct ForwardLaunch {
   }
 };
 
-// Pass::backward, or Pass::second, which gives the tangents.
+// Pass::backward or, with tangents, Pass::second.
 struct BackwardLaunch {
   const Problem& p;
   const Gradients& g;
@@ -257,8 +257,8 @@ struct BackwardLaunch {
     kernel(task, Arena{layout.scratch + worker * layout.scratch_bytes});
   }
 
-  // The number of the first chunk of a sequence among those of all sequences: distinct, and below
-  // layout.key_chunks.
+  // The number of a sequence's first chunk among the chunks of all sequences. Every chunk has a
+  // number of its own, which is below layout.key_chunks.
   int64_t first_chunk(const Sequence& s) const {
     return p.cu_seqlens_k != nullptr ? s.kv.first / chunk + s.batch
                                      : s.batch * ceil_div(p.seqlen_k, chunk);

@@ -76,7 +76,7 @@ Plan plan_forward(const Problem& problem, Isa isa, int32_t threads) {
   return plan;
 }
 
-// Also of Pass::second, which gives the tangents.
+// The plan of Pass::backward or, with tangents, of Pass::second.
 Plan plan_backward(const Problem& problem, const Gradients& gradients, const Tangents* tangents,
                    Isa isa, int32_t threads) {
   const Shape shape = shape_of(isa, dtypes_of(problem).q);

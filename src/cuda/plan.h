@@ -1,5 +1,5 @@
-// The part of planning that the CUDA families share. Every function is a pure one of its arguments
-// and reads no index array.
+// The part of planning that the CUDA families share. Every function is pure: its result depends on
+// its arguments alone. None reads an index array.
 #pragma once
 
 #include "cuda/family.h"
@@ -51,8 +51,8 @@ void plan_forward_grid(Plan& plan, const Problem& p, const Gpu& gpu);
 void finish_forward_plan(Plan& plan, const Problem& p, const Gpu& gpu);
 
 // A backward is planned in three steps: tiles and their order; interleaved heads; the largest of
-// the grids, here of kernels with one CTA per tile of keys and per tile of rows. A family with
-// other grids or another order plans these itself.
+// the grids, for kernels with one CTA per tile of keys or of rows. A family with other grids or
+// another order plans these itself.
 Plan plan_backward_tiles(const Request& request, const KernelSet& kernel_set);
 void interleave_backward_heads(Plan& plan, const Problem& p, const Gpu& gpu);
 void plan_backward_grid(Plan& plan, const Request& request);

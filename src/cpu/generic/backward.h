@@ -47,7 +47,7 @@ struct Backward : BackwardScratch {
   const bool general;
   const bool want_dq;
   LaneMask lane_mask;
-  LaneMask row_mask;  // as far as it concerns the rows of the query tile, over all keys
+  LaneMask row_mask;  // the mask of the rows of the query tile, over all keys
   const T** rows;
   int64_t nonfinite_k_count = 0;
   int64_t nonfinite_q_count = 0;
@@ -83,15 +83,15 @@ struct Backward : BackwardScratch {
     for (int64_t i = 0; i < padded * dve.n_ld; ++i) dv[i] = 0.0f;
   }
 
-  // The keys whose addresses are in `rows`, tile by tile, with the contraction over keys.
+  // Packs the keys whose addresses are in `rows`, tile by tile, for a contraction over keys.
   TILEWISE_FN void pack_keys_by_rows(uint32_t* to) {
     for (int64_t i = 0; i < padded_keys() / kBackTileK; ++i)
       E::pack_rows_a(to + i * S.parts * k_t_plane, qk.m_ld, k_t_plane, rows + i * kBackTileK,
                      kBackTileK, p.head_dim);
   }
 
-  // Query rows, or rows of dout, with the contraction over columns and over rows. Returns how many
-  // rows with Inf or NaN were removed from the latter.
+  // Packs query rows, or rows of dout, twice: for a contraction over columns and for one over rows.
+  // Returns how many rows with Inf or NaN were removed from the latter.
   TILEWISE_FN int64_t pack_queries(uint32_t* columns, uint32_t* by_rows,
                                    const tilewise_tensor& view, const RowScratch& removed) {
     const int64_t used = round_up(lanes.count, S.panel);
@@ -237,7 +237,8 @@ struct Backward : BackwardScratch {
     }
   }
 
-  // One panel of a score tile, (+)= keys . queries, of keys from `first_key` of the chunk on.
+  // Computes one panel of a score tile, keys . queries, for the keys from `first_key` of the chunk
+  // on. If `adds`, the products are added to the tile.
   TILEWISE_FN void score_product(float* tile, bool adds, const uint32_t* keys,
                                  const uint32_t* queries, int64_t panel, int64_t first_key) {
     E::gemm(tile + score_lane(panel * S.panel), kScoreLd, adds,
@@ -259,7 +260,7 @@ struct Backward : BackwardScratch {
     return {partial || keys.size() != kBackTileK || !lanes.panel_covers(panel, keys), partial};
   }
 
-  // The panels `used` of the query tile against one key tile.
+  // Processes one key tile for the panels `used` of the query tile.
   TILEWISE_FN void step(int64_t key_tile, Range keys, Range used) {
     const int64_t first_key = key_tile * kBackTileK;
     for (int64_t i = used.begin; i < used.end; ++i) {

@@ -168,7 +168,7 @@ struct Second : Backward<E> {
     E::store_weights_a(to, Base::weights_plane, kWeightsLd, key, lane, w);
   }
 
-  // The panels `used` of the query tile against one key tile.
+  // Processes one key tile for the panels `used` of the query tile.
   TILEWISE_FN void step(int64_t key_tile, Range keys, Range used) {
     const int64_t first_key = key_tile * kBackTileK;
     const bool has_q = t.q.data != nullptr;

@@ -46,7 +46,7 @@ inline constexpr float kOverflow = 0x1p126f;
 
 // The exponent x for use as the m of a row. If |x| is beyond kMaxExponentWithBias, the result is
 // larger than the exact exponent that was rounded to x: then no weight exceeds 2, and the sums of
-// such a row stay finite until m moves on.
+// such a row stay finite until m is raised.
 TILEWISE_DEVICE float round_exponent_up(float x) {
   return ptx::fmax(x, ptx::fma(__builtin_fabsf(x), 4.0f / kMaxExponentWithBias, x - 4.0f));
 }
@@ -96,7 +96,7 @@ struct RowNormaliser {
   TILEWISE_DEVICE float low(float lse, float unit) const {
     const float scale = unit * kLog2e;
     const float rounding = ptx::fma(unit, kLog2eLow, ptx::fma(unit, kLog2e, -scale));
-    float x = m;  // a multiple of ln 2
+    float x = m;  // in units of ln 2
     float x_low = m * (rounding * ptx::rcp_approximate(scale));
     float rest = 0.0f;
     if constexpr (Element::kBytes == 2) {
@@ -122,8 +122,8 @@ struct RowNormaliser {
 // Whether row r must be computed again by write_exact_row: l has overflowed, or |m| is so large
 // that the rounding of exponents to fp32 changes the weights. With a bias the sum of score and bias
 // is itself rounded to fp32, so the error of the exponents only matters beyond 2^24. Without a
-// bias, plain fp32 attention and our backward round the score, product times scale, whereas this
-// forward rounds the exponent: from 2^12 on the results differ. kKeys: keys per tile.
+// bias, plain fp32 attention and the backward round the score (the product times the scale), but
+// this forward rounds the exponent: from 2^12 on the results differ. kKeys: keys per tile.
 // kClampExponents: exponents went through `clamp_exponent`; otherwise m may be kNoKey although the
 // row sees a key.
 template <int kKeys, bool kClampExponents>

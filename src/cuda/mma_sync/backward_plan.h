@@ -33,11 +33,12 @@ struct BackwardPlan {
   // Steps whose left operands a warp holds at the same time.
   static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
   static_assert(kOwnSteps % kHeldSteps == 0 && (kQueries / kStep - kOwnSteps) % kHeldSteps == 0);
-  // 4-byte elements need too many registers, so the warp's own dS comes from shared memory as well.
+  // With an early barrier, 4-byte elements would need too many registers, so the warp's own dS
+  // comes from shared memory as well.
   static constexpr bool kOwnDsInRegisters = kBytes == 2 || !kTile.early_barrier;
   static constexpr bool kShareP = kTile.query_warps > 1;
-  // Computing the addresses of the score tiles in every step saves registers; the one instance that
-  // has registers to spare spills less when they are kept (ptxas of CUDA 13.0).
+  // Computing the addresses of the score tiles anew in every step saves registers, except in one
+  // instance, which spills less when they are kept (ptxas of CUDA 13.0).
   static constexpr bool kRecomputeScoreOffsets =
       kBytes == 4 || kShareP || !C::Arch::kVectorReduction;
   static constexpr int kColumns = C::kHeadDim / kTile.query_warps;

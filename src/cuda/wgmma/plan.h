@@ -7,7 +7,7 @@ namespace tilewise::cuda::wgmma {
 
 struct BackwardRegions : BackwardWorkspace {
   Region row_lse;
-  FarRowRegions far_rows;  // the plain form has no far rows: see docs/numerics.md
+  FarRowRegions far_rows;  // empty in the plain form, which does not treat far rows apart
   Region dq_sum;
   Region descriptors;   // TileDescriptor per CTA
   Region tile_counter;  // BackwardParams::tile_counter
