@@ -258,7 +258,7 @@ struct BackwardLaunch {
   }
 
   // The number of a sequence's first chunk among the chunks of all sequences. Every chunk has a
-  // number of its own, which is below layout.key_chunks.
+  // number of its own, which is below layout.key_chunks / heads_kv.
   int64_t first_chunk(const Sequence& s) const {
     return p.cu_seqlens_k != nullptr ? s.kv.first / chunk + s.batch
                                      : s.batch * ceil_div(p.seqlen_k, chunk);

@@ -1,5 +1,5 @@
-// The terms that the general form adds to the scores (slopes, bias and dropout bits), in vectors
-// along rows (a panel of a key tile, S^T[key][lane]) or along keys (decoding).
+// What the general form does with scores: the terms of slopes and bias, and the dropout decisions,
+// in vectors along rows (a panel of a key tile, S^T[key][lane]) or along keys (decoding).
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -35,7 +35,7 @@ TILEWISE_FN F bias_of_keys(const Problem& p, int64_t offset, int64_t count) {
   return from(static_cast<const BFloat16*>(p.bias));
 }
 
-// |i + Sk - Sq - j|
+// The factor of an ALiBi slope: the distance of a key from the one that the row is aligned with.
 TILEWISE_FN F magnitude(I diagonal) {
   return __builtin_convertvector(diagonal < 0 ? -diagonal : diagonal, F);
 }
