@@ -1,7 +1,7 @@
 """The best peer of a point on Hopper: measured in this run, or estimated from earlier ratios to
 cuDNN.
 
-`peers_h200.json` holds the speeds of cuDNN, FA-2, FA-3 and FA-4, measured side by side on one H200.
+`peers_h200.json` holds the speeds of cuDNN, FA-3 and FA-4, measured side by side on one H200.
 Where FA-3 and FA-4 are not installed, the speed of cuDNN in this run times the best peer's ratio to
 it stands in for them: the ratio varies less between machines and days than either speed.
 """

@@ -24,8 +24,8 @@ def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out in float32 and lse, of all keys. Parts are added in their order.
     """
     top = lse.amax(0)
-    # An infinite maximum is replaced by 0, so that nothing computes inf - inf. A lse of +inf, which
-    # a sink may cause, gets all the weight; where all are -inf no row has a key.
+    # An infinite maximum is replaced by 0, so that nothing computes inf - inf. An lse of +inf, which
+    # a sink may cause, gets all the weight; a row whose lse are all -inf sees no key.
     infinite = top.isinf()
     relative = torch.where(infinite, torch.where(lse == top, 0.0, -math.inf), lse - top)
     weights = relative.exp().masked_fill(top == -math.inf, 0.0)
@@ -52,8 +52,8 @@ def attention_with_kvcache(
     Each rank calls ``tilewise.attention_with_kvcache`` on its own cache; out and lse of all ranks
     are then gathered and merged in float32. Every query sees every key: causal masks, windows,
     ALiBi and rotary embedding would need the places of the keys in the sequence, so q and new keys
-    must be rotated before the call. The ranks may have any numbers of keys, also none, and any
-    assignment of keys to ranks. There is no gradient.
+    must be rotated before the call. Each rank may have any of the keys, or none. There is no
+    gradient.
 
     Args:
         q: [B, Sq, Hq, D], the same on all ranks.

@@ -41,7 +41,8 @@ def _unify(arrays: Arrays) -> Arrays:
     """The arrays, each varying over every axis of a shard_map that one of them varies over.
 
     A primitive needs that, and the conversion sums the gradients of arrays that do not vary. Arrays
-    that are sharded over explicit axes are gathered, as XLA gathers those sharded over others.
+    that are sharded over explicit axes are gathered; XLA can divide a call over other axes
+    (``_partition``).
     """
     arrays = {name: _gathered(array) for name, array in arrays.items()}
     axes = {name: _axes(array) for name, array in arrays.items()}

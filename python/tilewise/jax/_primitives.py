@@ -1,7 +1,7 @@
 """The two primitives, forward and backward, and what XLA needs to compile and to map them.
 
-Each lowers to a call that XLA may divide over devices (``_partition``), and this to the custom call
-on one device, which is a primitive as well.
+Each lowers to a function that XLA may divide over devices (``_partition``). On each device the
+function binds a second primitive, which lowers to the custom call.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class SamplingParams:
         top_k: Number of most likely tokens that the draw is among; 0 is all. top_p then refers to
             the probabilities of these.
         min_p: Number from 0 to 1: a token must be at least this many times as likely as the most
-            likely one (arXiv 2407.01082). top_p then refers to the tokens that are.
+            likely one (arXiv 2407.01082). top_p then refers to the tokens that remain.
         presence_penalty: Number from -100 to 100, which is subtracted from the logits of tokens
             that have been generated.
         frequency_penalty: Number from -100 to 100, which is subtracted from these logits as often
@@ -39,7 +39,7 @@ class SamplingParams:
         repetition_penalty: Number from 0.01 to 100: positive logits of tokens of the prompt and of
             generated ones are divided by it, negative ones multiplied (arXiv 1909.05858).
         logprobs: Number of alternatives, from 0 to 20, that are reported for each token with their
-            logarithmic probabilities; None reports nothing.
+            log-probabilities; None reports nothing.
 
     Raises:
         TypeError: an argument has the wrong type.
