@@ -11,7 +11,11 @@ from ._options import Options, contiguous_columns
 
 
 def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
-    """Whether every option that is given has a batch dimension to fold into, or needs none."""
+    """Whether one call can compute all elements of the mapped dimension.
+
+    Of the options that are tensors, bias and slopes can be folded; sinks and scale may be given if
+    they are not mapped.
+    """
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
                  "kv_batch_idx", "leftpad_k", "k_descale", "v_descale", "diagonal",

@@ -24,8 +24,8 @@ def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out in float32 and lse, of all keys. Parts are added in their order.
     """
     top = lse.amax(0)
-    # An infinite maximum is replaced by 0, so that nothing computes inf - inf. An lse of +inf, which
-    # a sink may cause, gets all the weight; a row whose lse are all -inf sees no key.
+    # An infinite maximum is replaced by 0, so that nothing computes inf - inf. An lse of +inf, from
+    # a sink, gets all the weight; a row whose lse is -inf in every part sees no key.
     infinite = top.isinf()
     relative = torch.where(infinite, torch.where(lse == top, 0.0, -math.inf), lse - top)
     weights = relative.exp().masked_fill(top == -math.inf, 0.0)

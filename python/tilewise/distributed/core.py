@@ -1,6 +1,7 @@
 """What a method computes: out and lse of this rank's rows, and the gradients, without autograd.
 
-Methods nest: one that exchanges calls another, or the operator itself, for what it has received.
+Methods nest: a method that exchanges tensors calls another method, or the operator itself, on the
+tensors that it has received.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Result(NamedTuple):
 
 
 class Method(Protocol):
-    """Attention of q [B, rows, Hq, D] to k [B, keys, Hkv, D] and v, by whatever exchanges."""
+    """Attention of q [B, rows, Hq, D] to k [B, keys, Hkv, D] and v, with its exchanges."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, /) -> Result:
         """Computes out and lse."""
@@ -51,7 +52,7 @@ class Local:
     """The operator, with the options of one call of a larger problem."""
 
     def options(self, options: Options) -> Options:
-        """The options of this call; those of heads have been cut already."""
+        """The options of this call; those per head have been sliced already."""
         return options
 
     def state_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
@@ -115,7 +116,7 @@ def no_sums(options: Options, wanted: int) -> Gradients:
 
 
 def add_of_heads(sums: Gradients, grads: Gradients, begin: int, end: int) -> None:
-    """Adds the gradients of the sinks and the scale that the heads from `begin` on have got."""
+    """Adds the gradients of sinks and scale from the heads from `begin` to before `end`."""
     sinks, scale = sums[4], sums[5]
     if sinks is not None and grads[4] is not None:
         sinks[begin:end] += grads[4]
