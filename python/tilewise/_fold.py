@@ -13,8 +13,8 @@ from ._options import Options, contiguous_columns
 def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
     """Whether one call can compute all elements of the mapped dimension.
 
-    Of the options that are tensors, bias and slopes can be folded; sinks and scale may be given if
-    they are not mapped.
+    A bias and slopes can be folded. Sinks and a scale must not be mapped. Other options that are
+    tensors must not be given.
     """
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
