@@ -194,7 +194,7 @@ TILEWISE_FN Dropout dropout_of(const Problem& p) {
   return Dropout::make(p.dropout_p, seed, offset).from(p.row_offset, p.key_offset);
 }
 
-// The number of a query head among all heads of all sequences, which dropout counts by.
+// The number of a query head among all heads of all sequences, as dropout counts them.
 TILEWISE_FN uint32_t dropout_head(const Problem& p, int64_t batch, int64_t head) {
   return static_cast<uint32_t>((batch + p.batch_offset) * p.heads_q_total + head + p.head_offset);
 }

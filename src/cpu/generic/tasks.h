@@ -81,7 +81,7 @@ struct BackwardTask {
   const float* second_delta;  // [lane]: do.o - dlse of the results, not of their tangents
   int32_t* dq_semaphores;     // number of chunks added to dq_sum so far
   int64_t tile_stride = 1;
-  uint64_t* chunks = nullptr;  // [word] of a ChunkSet; null without a mask: the band says it
+  uint64_t* chunks = nullptr;  // [word] of a ChunkSet; null without a mask (the band decides)
   int64_t chunk_words = 0;
   double* dscale;  // Pass::second: the contribution of this item; null: not wanted
 };

@@ -41,8 +41,8 @@ constexpr void for_each_instance(Visit&& visit) {
     for (int d : kFloat8HeadDims) instance("E4M3", d);
     for (int d : kFloatHeadDims) {
       if (turing) continue;
-      // At level 1 ptxas keeps the order of the products that the fp32 kernels choose; where
-      // registers are scarce, higher levels make chains of dependent products of it, and spill.
+      // At level 1 ptxas keeps the order of the products that the fp32 kernels choose. Where
+      // registers are scarce, higher levels reorder them into dependent chains and spill.
       instance("F32", d, d > 64 ? "-O1" : "");
       instance("Tf32", d);
     }

@@ -86,7 +86,7 @@ TILEWISE_DEVICE void describe_tiles(const BackwardParams& p, int32_t block) {
 }
 
 // Writes the descriptors, zeros in dq_sum, and the row statistics in the layout of BackwardSums:
-// row_lse = -lse and row_delta = -delta = dlse - sum(out dout).
+// row_lse, as the function of that name gives it, and row_delta = -delta = dlse - sum(out dout).
 template <class C>
 TILEWISE_KERNEL(kPrepareThreads, RowLanes<C>::kMinBlocksPerSm)
 void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
