@@ -1,5 +1,5 @@
 """Forward mode and second derivatives of arrays: against the float64 oracle, by identities that
-need none, and where inputs are extreme or masked."""
+need no oracle, and where inputs are extreme or masked."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_rows_without_keys_and_infinite_sinks():
 
 
 def test_nan_in_what_no_row_sees_changes_nothing():
-    """Keys 100 on lie behind the band of every row, and the first keys before that of most."""
+    """Keys 0 to 102 lie left of the band of every row."""
     case = Case("window, keys alone", "fp32")
     case.tangents.q, case.tangents.v = case.draw(*case.q.shape), case.draw(*case.v.shape)
     case.oracle_options.window = (10, 0)

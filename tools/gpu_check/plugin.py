@@ -1,8 +1,8 @@
 """pytest plugin of a test process: selects the process's share of the tests and records each start
 and end, so that the parent process knows what hangs, what has crashed and what remains.
 
-GPU_CHECK_SHARE is the share, such as 2/8. GPU_CHECK_EVENTS is a file of JSON lines; tests that end
-there, in an earlier process of the share, do not run again.
+GPU_CHECK_SHARE is the share, such as 2/8. GPU_CHECK_EVENTS is a file of JSON lines; a test
+whose end an earlier process of the share has recorded there does not run again.
 """
 
 from __future__ import annotations

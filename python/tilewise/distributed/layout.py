@@ -4,8 +4,9 @@ A layout gives each rank one or two runs of consecutive rows. "contiguous" cuts 
 many chunks as ranks. "zigzag" cuts it into twice as many and gives rank i the chunks i and
 2 P - 1 - i, so that all ranks of a causal call compute about equally many scores (the layout of
 Megatron-LM and of ring-flash-attention's zigzag). Chunk c of n begins at row c * size // n: sizes
-need not divide, and ranks may have no rows. The sequences of a packed batch are each cut so, and a
-rank has its chunks sequence by sequence (as in Megatron-LM and Transformer Engine).
+need not be multiples of n, and ranks may have no rows. Each sequence of a packed batch is sharded
+in this way, and a rank has its chunks sequence by sequence (as in Megatron-LM and Transformer
+Engine).
 """
 
 from __future__ import annotations
