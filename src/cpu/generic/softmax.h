@@ -21,10 +21,10 @@ inline constexpr int kExpDegree<Half> = 4;
 // tiles rescale nothing. FlashAttention-4 calls this conditional rescaling.
 inline constexpr float kRescaleThreshold = 8.0f;
 
-// The forward computes rows whose largest score, in natural units, exceeds this a second time, in
-// the general form; the backward uses that form where lse exceeds it. fp32 numbers are 2 apart
-// there, and in the plain form, whose scores are not rounded before they are compared, lse and
-// lse_low could not hold m.
+// A row is huge if its largest score, in natural units, is above this: the forward then computes it
+// again in the general form, and the backward uses that form where lse is above it. fp32 numbers
+// are 2 apart there, and in the plain form, whose scores are not rounded before they are compared,
+// lse and lse_low could not hold m.
 inline constexpr float kHugeScore = 1 << 24;
 
 // Scores that the plain form, which divides by the scale, cannot represent need the general form.
