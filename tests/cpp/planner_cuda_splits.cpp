@@ -132,7 +132,7 @@ TEST(PlannerCudaSplits, DeviceLengthsAreCutIntoEqualChunks) {
   const int32_t lengths = 0;
   p.seqused_k = &lengths;
   const cuda::Plan chunked = forward(p, device);
-  // Two waves: one more than the tiles need.
+  // Chunks for two waves of CTAs; without chunks the tiles would need one.
   EXPECT_EQ(chunked.chunks.max_chunks, (2 * sms - 1) / 8);
   EXPECT_EQ(chunked.chunks.chunks_if_uniform, 4);
   EXPECT_EQ(chunked.blocks, chunked.chunks.max_chunks * 8);

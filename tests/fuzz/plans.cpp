@@ -10,7 +10,8 @@
 namespace fuzz {
 namespace {
 
-// GPUs that this machine does not have: one per tile table, and a small partition of a Hopper GPU.
+// GPUs that this machine need not have: one for each tile table but that of sm_86, and a small
+// partition of a Hopper GPU.
 const std::vector<tilewise::dispatch::Device>& gpus() {
   static const std::vector<tilewise::dispatch::Device> all = [] {
     std::vector<tilewise::dispatch::Device> gpus;
