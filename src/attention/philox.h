@@ -30,16 +30,17 @@ TILEWISE_FN PhiloxState<U> philox4x32(PhiloxState<U> c, uint32_t k0, uint32_t k1
 // The dropout decision for one weight depends on (seed, offset, batch, head, row, key) and on
 // nothing else: not on tiles, threads, splits or the backend.
 //
-//  counter = (key / 16, row, batch * heads + head, low word of offset)
-//  key     = (low word of seed, high word of seed XOR high word of offset)
-//  halves  = the eight 16-bit halves of a Philox block, the low half of each word first
-//  number  = for key j of the 16: bit 8 + i is bit j of half i, bit i is bit (j XOR 8) of half i
-//  kept    when number >= threshold = round(p * 65536)
+//  Philox counter = (key / 16, row, batch * heads + head, low word of offset)
+//  Philox key     = (low word of seed, high word of seed XOR high word of offset)
+//  halves         = the eight 16-bit halves of a Philox block, the low half of each word first
+//  number         = for key j of the 16: bit 8 + i is bit j of half i, and bit i is bit (j XOR 8)
+//                   of half i
+//  kept           when number >= threshold = round(p * 65536)
 //
 // All 16 keys are compared at once, bit by bit, at the cost of 8 random bits per key, and p is
 // still resolved to 1.5e-5. The lower byte of the number of key j is the upper byte of that of key
 // j XOR 8; it decides only once in 256 times, so the decisions for these two keys are correlated by
-// less than 1/80 (below p = 1/256 by 1 / (65536 p); docs/decisions/018). `batch` is the index of
+// less than 1/80 (for p below 1/256, by 1 / (65536 p); docs/decisions/018). `batch` is the index of
 // the sequence, `row` and `key` are counted within it, `head` is the query head and `heads` their
 // number. All of them are those of the whole problem: a shard of it (`from`) gives its own rows and
 // keys to the functions below.

@@ -24,7 +24,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given);
 // For a validated append on a GPU: copies its index arrays to the host and checks their entries.
 void check_entries_of_gpu(const tilewise_kv_append& append);
 
-// Refuses a pass that is not one of these two, which a function plans.
+// Refuses a pass that is neither `first` nor `second`, the two that an entry point plans.
 Pass checked_pass(int32_t pass, Pass first, Pass second);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
