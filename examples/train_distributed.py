@@ -1,4 +1,4 @@
-"""Trains a small GPT on sequences cut over processes, and compares with one process.
+"""Trains a small GPT on sequences that are sharded across processes, and compares with one process.
 
   python examples/train_distributed.py [--ranks 2]    starts the processes on this machine
   torchrun --nproc-per-node 2 examples/train_distributed.py

@@ -1,4 +1,4 @@
-"""Trains a small GPT on one long sequence that is cut over GPUs, or over processes on a CPU.
+"""Trains a small GPT on one long sequence, sharded across GPUs, or across processes on a CPU.
 
   python examples/train_long.py                         as many ranks as GPUs, else 2 on the CPU
   torchrun --nproc-per-node 8 examples/train_long.py    also on several hosts

@@ -1,4 +1,4 @@
-"""Sweeps the model classes and writes results and page.
+"""Sweeps the model classes and writes the results and their page.
 
 python -m sweep_models                  every class that has no result yet
 python -m sweep_models --fresh          every class
