@@ -57,7 +57,7 @@ TEST(PlannerCudaOrder, TilesThatGrowUnevenlyAreScheduledDynamically) {
       // The rows are aligned with the last keys.
       {.rows = 2048, .keys = 8192, .left = -1, .right = 0, .paired = true},
       {.rows = 2048, .keys = 2000, .left = -1, .right = 0, .paired = true},
-      // 1024 rows or more attend to no key.
+      // 1024 rows or more attend to no key or, in the third shape, to all keys.
       {.rows = 2048, .keys = 1024, .left = -1, .right = 0, .paired = false},
       {.rows = 4096, .keys = 1024, .left = -1, .right = 0, .paired = false},
       {.rows = 2048, .keys = 1024, .left = -1, .right = 1024, .paired = false},

@@ -47,8 +47,7 @@ enum class Collective : uint8_t {
   setmaxnreg_dec,
 };
 
-// Why a thread waits for an event, after which other threads wake it alone and not its whole warp
-// or block.
+// The event that a thread waits for, which wakes it alone and not its whole warp or block.
 struct Wait {
   enum Kind : uint8_t { mbarrier, named_barrier, registers };
   Kind kind;
