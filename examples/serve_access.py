@@ -26,7 +26,7 @@ _MAX_ID = 64  # characters of an id that a client sends
 
 @dataclass
 class Account:
-    """The facts about a request that the log contains beside its path and status."""
+    """The facts about a request that the log contains besides its path and status."""
 
     id: str
     prompt_tokens: int | None = None

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 BLOCK = 128  # rows and keys of a block
 Array: TypeAlias = npt.NDArray[Any]
-# The pairs [row_end - row_begin, keys] of (batch index, head, row_begin, row_end).
+# Expands rows: a bool array [row_end - row_begin, keys], True where a row sees a key, from (batch
+# index, head, row_begin, row_end).
 Strip: TypeAlias = Callable[[int, int, int, int], Array]
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
@@ -104,7 +105,7 @@ def reduced_by_band(grid: Array, rows: int, keys: int, shift: int, left: int, ri
 
 
 def strip_of(lists: Lists, heads: int, rows: int, keys: int) -> Strip:
-    """The strips of a mask of blocks."""
+    """The function that expands rows of a mask of blocks."""
 
     def strip(b: int, h: int, begin: int, end: int) -> Array:
         at = (b * heads + h) * blocks_of(rows) + begin // BLOCK

@@ -10,7 +10,7 @@ from ._block_lists import Array, Strip
 
 
 def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
-    """The strips of the mask, and its (batch, heads, rows, keys)."""
+    """The function that expands rows of the mask, and its (batch, heads, rows, keys)."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):

@@ -42,8 +42,8 @@ def check_method(method: str, grid: Grid | None = None) -> str:
 class Cut(cost.Cut, Protocol):
     """How the sequences of a call are sharded across the ranks.
 
-    Row and key runs are those of the order in which "ulysses" computes; the calls of "allgather"
-    may have another order.
+    ``row_runs`` and ``key_runs`` number rows and keys in the order in which "ulysses" computes; the
+    calls of "allgather" may use another order.
     """
 
     @property
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
     bias_has_rows: bool  # else its one row is the same for all rows, on all ranks
     request: Request
     cut: Cut
-    sequences: int  # of the whole
+    sequences: int  # number of sequences of the whole call
     grid: Grid | None = None  # of a mesh of two dimensions
 
     @property
