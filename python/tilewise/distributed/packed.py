@@ -4,8 +4,8 @@ The rows of a rank are, sequence by sequence, the chunks that the layout gives i
 and Transformer Engine). Kernels want each sequence in one piece, so rows are put in that order
 after they have come, and back before they are sent.
 
-"allgather" sends the chunks of all sequences with one number together: in the order of chunks, a
-rank has at most two runs, as with one sequence.
+"allgather" orders keys by chunk number, and by sequence within it. In this order a rank has at most
+two runs, as it has with a single sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .layout import Run, Runs, Starts, length, packed_runs, runs_of
 
 
 def chunks_of(rank: int, layout: str, world: int) -> tuple[int, ...]:
-    """The numbers of the chunks of a rank, of as many as the layout cuts a sequence into."""
+    """The numbers of the chunks that a rank has of each sequence, counted from 0."""
     return (rank,) if layout == "contiguous" else (rank, 2 * world - 1 - rank)
 
 
@@ -40,7 +40,7 @@ class ChunkCall(NamedTuple):
     rows: dict[int, list[Run]]  # of each sequence: runs of its rows
     keys: dict[int, Run]  # of each sequence: keys within it
     diagonals: dict[int, int]  # of each sequence, see ``keys.Span``
-    chunks: Run  # of keys
+    chunks: Run  # numbers of the chunks that contain the keys, the end excluded
 
 
 class PackedCut(NamedTuple):
@@ -65,12 +65,12 @@ class PackedCut(NamedTuple):
 
     @property
     def row_runs(self) -> tuple[Runs, ...]:
-        """The rows of each rank where those of the ranks lie end to end."""
+        """The rows of each rank if the rows of rank 0 come first, then those of rank 1, and so on."""
         return _end_to_end(self.rows)
 
     @property
     def key_runs(self) -> tuple[Runs, ...]:
-        """The keys of each rank where those of the ranks lie end to end."""
+        """The keys of each rank in the same order."""
         return _end_to_end(self.keys)
 
     def pairs(self) -> list[int]:
@@ -155,7 +155,7 @@ def _chunk_starts(starts: Starts, count: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _by_sequence(starts: Starts, layout: str, world: int) -> tuple[int, ...]:
-    """For each row of the packed batch its place where the rows of the ranks lie end to end."""
+    """For each row of the packed batch, its place in the order of ``PackedCut.row_runs``."""
     place = [0] * starts[-1]
     at = 0
     for own in packed_runs(starts, layout, world):
@@ -224,7 +224,7 @@ def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
 
 
 def _holding(size: int, count: int, span: Span) -> Run:
-    """The first chunks that hold the keys of the span, from the first to before the last."""
+    """The numbers of the chunks that contain the keys of the span: (first, last + 1)."""
     first = (span.begin * count) // size
     while (first + 1) * size // count <= span.begin:
         first += 1
