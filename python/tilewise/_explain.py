@@ -81,7 +81,7 @@ def explain(
 
     Returns:
         Explanation: the kernel, tiles, splits, threads, workspace and reason of each pass. It
-        prints as three lines, about forward and backward, and with a mask as four.
+        prints as lines about the problem, the forward, the backward and, if given, the mask.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -64,8 +64,8 @@ class Exchange:
 
 
 class Room(NamedTuple):
-    """What a tensor that receives has to be: its shape [parts, rows, ...], with the rows of this
-    rank and the most of any rank.
+    """The shape [parts, rows, ...] and the dtype of a receiving tensor, with this rank's number of
+    rows; ``most`` is the largest number of rows of any rank.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Rooms(NamedTuple):
 
 
 Views: TypeAlias = Callable[[int], Sequence[Tensor]]
-"""The tensors [parts, rows, ...] that a rank publishes in a step; parts are numbered through."""
+"""The tensors [parts, rows, ...] that a rank publishes in a step; see ``parts_of``."""
 
 
 class Published(Protocol):
@@ -97,17 +97,17 @@ class Transport(Protocol):
     def publish(
         self, table: Table, views: Views, steps: int, most: Sequence[int], what: str
     ) -> Published:
-        """Publishes the tensors of all steps; `most` are the largest rows of any rank."""
+        """Publishes the tensors of all steps; `most`: for each, the most rows that a rank has."""
 
     def rooms(self, rooms: Sequence[Room], device: torch.device) -> Rooms:
-        """Tensors in which the next ``send`` receives; they are valid until the next but one."""
+        """Tensors in which the next ``send`` receives; valid until the second ``send`` after it."""
 
     def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
         """Starts to send tensors [rows, ...], and to receive in the parts of the rooms."""
 
 
 def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of tensors [parts, rows, ...], numbered through."""
+    """The parts [rows, ...] of all tensors [parts, rows, ...] in one list, whose indices pieces use."""
     return [part for x in tensors for part in x.unbind(0)]
 
 

@@ -65,7 +65,7 @@ class PackedCut(NamedTuple):
 
     @property
     def row_runs(self) -> tuple[Runs, ...]:
-        """The rows of each rank if the rows of rank 0 come first, then those of rank 1, and so on."""
+        """The rows of each rank if those of rank 0 come first, then those of rank 1, and so on."""
         return _end_to_end(self.rows)
 
     @property
