@@ -164,7 +164,7 @@ class Ranges(_Combining):
         return int(ends[0] or 0), int(ends[1] or 0)
 
     def _intervals(self, b: int, begin: int, end: int, keys: int) -> tuple[Array, Array]:
-        """Where the keys that each row sees begin and end, per range: two of [ranges, rows]."""
+        """Where the keys that each row sees begin and end, per range: two arrays [ranges, rows]."""
         entries, first = host(self.entries).astype(np.int64), host(self.first)
         e = entries[first[b] : first[b + 1]]
         e = e[(e[:, 0] < end) & (e[:, 1] > begin)]

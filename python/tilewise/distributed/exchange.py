@@ -81,7 +81,7 @@ class Rooms(NamedTuple):
 
 
 Views: TypeAlias = Callable[[int], Sequence[Tensor]]
-"""The tensors [parts, rows, ...] that a rank publishes in a step; see ``parts_of``."""
+"""The tensors [parts, rows, ...] that a rank publishes in a step; parts are numbered through."""
 
 
 class Published(Protocol):
@@ -107,7 +107,7 @@ class Transport(Protocol):
 
 
 def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts [rows, ...] of all tensors [parts, rows, ...] in one list, whose indices pieces use."""
+    """The parts [rows, ...] of all tensors [parts, rows, ...], in the order that pieces count."""
     return [part for x in tensors for part in x.unbind(0)]
 
 

@@ -1,7 +1,7 @@
 """The process group of a call, and the collectives that move pieces of different sizes.
 
-Sums over ranks are computed here in rank order from exchanged pieces instead of by the reducing
-collectives: they receive as many bytes, and their result is bitwise the same in every run.
+Sums over ranks are computed here in rank order from exchanged pieces, and not by the reducing
+collectives: this receives as many bytes, and its result is bitwise the same in every run.
 """
 
 from __future__ import annotations
