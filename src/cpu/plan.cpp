@@ -1,4 +1,5 @@
-// How a launch is divided into work items: a pure function of the problem.
+// How a launch is divided into work items: a pure function of the request, the instruction set and
+// the number of threads.
 #include "attention/schedule.h"
 #include "cpu/backend.h"
 #include "cpu/layout.h"

@@ -144,8 +144,9 @@ struct Decode : DecodeScratch {
     });
   }
 
-  // Lists the addresses of `keys`, of up to `prefetch_distance` keys after them, and then repeats
-  // the first one up to a whole step. Float8 rows that are copied are not prefetched.
+  // Lists the addresses of `keys` and of up to `prefetch_distance` keys after them, and then
+  // repeats the first one until the list has that many entries more than the keys, padded to a
+  // whole step. Float8 rows that are copied are not prefetched.
   TILEWISE_FN void list(const Cached** to, const WideScratch& wide, Range keys,
                         int64_t prefetch_distance, const tilewise_tensor& view,
                         int64_t columns) const {

@@ -82,7 +82,7 @@ struct Forward : ForwardScratch {
     for (bool& panel_has : summed) panel_has = false;
   }
 
-  // Applies the score options; and the band mask, where the panel does not see all keys of the
+  // Applies the score options and, if `masked`, the band: the panel does not see all keys of the
   // strip.
   TILEWISE_FN void change_scores(int64_t panel, Range strip, Range keys, bool masked) {
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
@@ -197,8 +197,8 @@ struct Forward : ForwardScratch {
     }
   }
 
-  // One panel and the keys of a tile, strip by strip: scores become weights while they are in the
-  // cache.
+  // Processes the keys of a tile for one panel, strip by strip: scores become weights while they
+  // are in the cache.
   TILEWISE_FN void attend(int64_t panel, Range keys, Coverage coverage, int64_t nonfinite_count) {
     const Tiling strips{padded(keys), S.strip};
     PendingWeights pending{0, nonfinite_count};

@@ -62,7 +62,7 @@ void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
   forward.finish();
 }
 
-// Each pass over the scores computes either dK and dV or dQ.
+// One kernel computes dK and dV, another dQ.
 void launch_backward(const Request& request, const Plan& plan, void* workspace) {
   BackwardLaunch backward(request, plan, backward_workspace(request, plan), workspace);
   const Stream stream = request.problem.stream;

@@ -114,8 +114,8 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
 };
 
 // The plan by columns. dO has one stage, and dQ is added from registers. In a cluster P and dS also
-// have one stage, and there is room for the dS of the other CTA and for the columns of its keys
-// that this CTA adds to dQ.
+// have one stage, and there is room for the dS of the other CTA and for half of the columns of its
+// K: this CTA sums these columns of dQ.
 template <class C>
 struct BackwardPlan<C, true> : BackwardSums<C> {
   using BackwardSums<C>::kQueries;
