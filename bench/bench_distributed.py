@@ -84,7 +84,7 @@ def points(lengths: list[int]) -> list[Point]:
 
 
 class Place(NamedTuple):
-    """The rank that runs this process."""
+    """This process: its rank, the number of ranks, and its device."""
 
     rank: int
     world: int
@@ -153,7 +153,7 @@ def ring(point: Point, place: Place, backend: str) -> Iterator[tuple[Call, list[
 
 @contextlib.contextmanager
 def by_copies(point: Point, place: Place, method: str) -> Iterator[tuple[Call, list[Tensor]]]:
-    """This rank's rows by a method whose pieces copy engines move."""
+    """This rank's rows by a method whose pieces are moved by copy engines."""
     with mock.patch.dict(os.environ, {TRANSPORT: "copies"}):
         yield ours(point, place, method)
 

@@ -61,8 +61,8 @@ def attention(
     Returns:
         out in the layout of q with head_dim_v columns, in the dtype of q; with return_lse also lse,
         float32 [batch, heads_q, seqlen_q] in either layout: the natural logarithm of the softmax's
-        denominator. Both have gradients, tangents and second derivatives. A row that sees no key
-        has out 0 and lse -inf.
+        denominator. Both have gradients and, on a CPU, tangents and second derivatives. A row that
+        sees no key has out 0 and lse -inf.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -1,4 +1,4 @@
-"""Pieces that copy engines move between the GPUs of one host, while all SMs compute.
+"""Pieces are moved by copy engines between the GPUs of one host, while all SMs compute.
 
 Each rank has memory that the others can read and write. Tensors for every step of a call are
 published in it at once, and a rank copies the pieces that it needs. Results are copied into the
