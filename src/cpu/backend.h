@@ -26,8 +26,8 @@ Isa best_available();
 enum class Core : int32_t { zen, zen5, usual };
 Core core();
 
-// How a launch is divided into work items. A pure function of the problem, of `threads` (scratch
-// memory) and of `isa` (tile shapes); it does not query the machine.
+// How a launch is divided into work items. A pure function of the request, of `threads` (scratch
+// memory and the size of work items) and of `isa` (tile shapes); it does not query the machine.
 struct Plan {
   Isa isa;
   int32_t threads;

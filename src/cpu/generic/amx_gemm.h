@@ -44,8 +44,8 @@ TILEWISE_FN void begin_sum(const float* c, int64_t ldc, bool accumulate) {
 }
 
 // C of 32 rows and V vectors is in tiles 0-3, A in 4-5, B in 6-7. A chain of products on one
-// accumulator runs at the full rate; four accumulators serve to halve the loads: 4 of 8 cycles for
-// 4 products of 16.
+// accumulator runs at the full rate; four accumulators only serve to halve the loads: 4 loads of 8
+// cycles each for 4 products of 16 cycles each.
 template <int V>
 struct TileBlock {
   template <int Row>

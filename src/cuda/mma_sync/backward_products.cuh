@@ -10,8 +10,8 @@ namespace tilewise::cuda::mma_sync {
 
 // For fp32, the tensor cores sum groups of tile::kStepsInCore steps, and the group sums are added
 // outside of them; other elements have one group. Products into the same accumulator wait for each
-// other, so those of several groups or columns are interleaved: of kMaxInFlight, if each of them
-// has kSums accumulators.
+// other, so the products of kMaxInFlight groups or columns are interleaved, where each group or
+// column has kSums accumulators.
 template <class Element>
 inline constexpr bool kOneGroup = tile::kStepsInCore<Element> == 0;
 template <class Element, int kSums>
