@@ -32,7 +32,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 HEAD_DIM, BYTES = 128, 2
 ULYSSES, ALLGATHER = "ulysses", "allgather"
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-ISLANDS = (8, 72)
+ISLANDS = (8, 72)  # numbers of GPUs that NVLink connects
 LENGTHS = (131072, 1048576, 8388608)
 
 
@@ -109,7 +109,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(work: Work, outside: float, machine: Machine) -> Flow:
-    """The exchange whose share `outside` comes over the network, as many messages as bytes."""
+    """An exchange: the fraction `outside` of its bytes and messages comes over the network."""
     messages = work.messages * machine.message
     return Flow(
         (1 - outside) * (work.bytes / machine.nvlink + messages),
