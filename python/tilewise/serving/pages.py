@@ -14,7 +14,7 @@ class PagePool:
     """Pages of equal size, which are assigned to the rows of one block table.
 
     A row belongs to a sequence in flight. Pages and rows are numbers on the host; the class does
-    not access keys and values. Rows with the same beginning share its full pages, also after the
+    not access keys and values. Rows with the same prefix share its full pages, also after the
     row that filled them is released, until the pages are needed for something else: those that
     have not been used for the longest time go first.
 
@@ -121,7 +121,7 @@ class PagePool:
     def release(self, row: int) -> None:
         """Frees the row, and the pages that no other row holds."""
         owned = self._owned[row]
-        for page in reversed(owned):  # the beginning is of use to more sequences than the end
+        for page in reversed(owned):  # the first pages serve more sequences than the last
             self._holders[page] -= 1
             if not self._holders[page]:
                 if page in self._prefixes:

@@ -15,10 +15,10 @@ class Prefix(NamedTuple):
 
 
 class PrefixIndex:
-    """Finds the pages that hold the beginning of a sequence.
+    """Finds the pages that hold a prefix of a sequence.
 
     A page is known by its own tokens and the prefix before it, so that equal tokens after different
-    beginnings are different pages. When a page is forgotten, the pages behind it are not found any
+    prefixes are different pages. When a page is forgotten, the pages behind it are not found any
     more.
 
     Args:
