@@ -376,7 +376,9 @@ def _nothing(q: Tensor, _k: Tensor, v: Tensor) -> Result:
 def own_bias(
     bias: Tensor, by_rows: bool, heads: int, ranks: Ranks, rows: tuple[Runs, ...]
 ) -> Tensor:
-    """The bias of all rows and of this rank's heads, from one for this rank's rows if `by_rows`."""
+    """The bias of all rows and of this rank's heads; with `by_rows`, the given bias has only this
+    rank's rows.
+    """
     own = query_heads(heads, ranks.world)[ranks.rank]
     by_head = bias.shape[1] > 1
     if not by_rows:
@@ -387,7 +389,7 @@ def own_bias(
 
 
 class BiasToHeads(torch.autograd.Function):
-    """Exchanges the rows of a bias [B, H, rows, keys] for this rank's heads; and its gradient."""
+    """Exchanges this rank's rows of a bias [B, H, rows, keys] for all rows of its heads."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, ranks: Ranks, rows: tuple[Runs, ...]) -> Tensor:
