@@ -62,7 +62,8 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
   if (warp == 0) producer.begin();
   if (warp == 1) scheduler.begin();
   ptx::sync_block();
-  // Not before `begin`, because the combine kernel reads the copy of cu_seqlens_q before it waits.
+  // Not before scheduler.begin(), which waits for the kernel that copies cu_seqlens_q: the combine
+  // kernel reads the copy before it waits for this kernel.
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
   if (warpgroup == 0) [[likely]] {
     ptx::setmaxnreg_dec<C::kForward.producer_registers>();
