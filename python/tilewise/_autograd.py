@@ -50,7 +50,7 @@ def no_twice_forward_mode(_ctx: Any, *_tangents: Any) -> Any:
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
     """Refuses dual tensors, which are always at level 0.
 
-    Under torch.compile, this kernel is the only place that sees those from outside.
+    Under torch.compile, only this kernel sees dual tensors made outside the compiled function.
     """
     if forward_ad._current_level < 0 and not is_transformed():
         return

@@ -1,4 +1,4 @@
-"""The keys that the rows of each rank see, and the way of those keys and their gradients.
+"""The keys that the rows of each rank see, and how those keys and their gradients travel.
 
 A run of consecutive rows is one call over the keys that it sees, with a diagonal that says where
 those lie in the whole sequence. A rank has at most two runs per sequence. Every row sees all of its
@@ -40,7 +40,7 @@ def span_of(run: Run, size_q: int, size_k: int, window: Bounds) -> Span:
     same key, so the diagonal is 0 and the call is an ordinary one.
     """
     left, right = window
-    aligned = run[1] + size_k - size_q  # behind the key of the last row
+    aligned = run[1] + size_k - size_q  # one past the key of the last row
     end = size_k if right is None else min(size_k, aligned + right)
     if end <= 0 or run[0] == run[1]:
         return Span(0, 0, 0)
@@ -79,8 +79,8 @@ class Call(NamedTuple):
 def calls_of(
     runs: Runs, size_q: int, size_k: int, window: Bounds, by_place: bool
 ) -> tuple[Call, ...]:
-    """The calls of a rank with these runs of rows: one per run, or one if no row has a mask and
-    scores do not depend on the place of a row (`by_place`).
+    """The calls of a rank with these runs of rows: one per run, or only one if there is no
+    window and scores do not depend on the place of a row (`by_place`).
     """
     if window == (None, None) and not by_place:
         return (Call((0, length(runs)), Span(0, size_k, 0), 0),)
@@ -147,7 +147,7 @@ class Part(NamedTuple):
     run: int
     sender: int
     call: int
-    begin: int  # keys from the first to before the last
+    begin: int  # the keys from begin to before end
     end: int
     at: int  # where the run begins in the part, among all parts of the owner
 
@@ -224,7 +224,7 @@ def key_plan(rank: int, keys: tuple[Runs, ...], calls: AllCalls) -> KeyPlan:
 
 @lru_cache(maxsize=64)
 def moved_keys(keys: tuple[Runs, ...], calls: AllCalls) -> list[tuple[int, int]]:
-    """How many keys each rank receives from others, and how many parts of gradients of its own."""
+    """How many keys each rank receives from others, and how many gradients of keys of its own."""
     result = []
     for rank, own in enumerate(keys):
         seen = intervals_of(calls[rank])

@@ -18,8 +18,8 @@ class PrefixIndex:
     """Finds the pages that hold a prefix of a sequence.
 
     A page is known by its own tokens and the prefix before it, so that equal tokens after different
-    prefixes are different pages. When a page is forgotten, the pages behind it are not found any
-    more.
+    prefixes are different pages. When a page is forgotten, the pages after it are no longer
+    found.
 
     Args:
         page_size: Tokens per page.
@@ -46,7 +46,7 @@ class PrefixIndex:
         return prefix, pages
 
     def add(self, prefix: Prefix, tokens: Tokens[int], pages: Tokens[int]) -> Prefix:
-        """Makes the pages known that the tokens fill. Those with the same tokens stay known.
+        """Makes known the pages that the tokens fill, except where equal pages are known already.
 
         Args:
             prefix: The prefix of the tokens whose pages were added before.
