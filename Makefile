@@ -124,7 +124,7 @@ demo: $(VENV)/.installed ## checks exactness, trains a small GPT on real text, p
 	@$(python) examples/demo.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_FLAGS)
 
 .PHONY: demo-distributed
-demo-distributed: $(VENV)/.installed ## trains on one long sequence cut over GPUs, or over 2 processes (3 minutes)
+demo-distributed: $(VENV)/.installed ## trains on one long sequence sharded across GPUs, or over 2 processes (3 minutes)
 	@$(say) "demo: one sequence on several ranks"
 	@$(python) examples/train_long.py $(if $(TEXT),--text "$(TEXT)") $(LONG_FLAGS)
 

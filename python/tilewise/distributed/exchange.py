@@ -81,7 +81,7 @@ class Rooms(NamedTuple):
 
 
 Views: TypeAlias = Callable[[int], Sequence[Tensor]]
-"""The tensors [parts, rows, ...] that a rank publishes in a step; parts are numbered through."""
+"""The tensors [parts, rows, ...] that a rank publishes in a step; see ``parts_of``."""
 
 
 class Published(Protocol):
