@@ -82,7 +82,7 @@ struct Second : Backward<E> {
     F delta_tangent, dlse_tangent, delta, dlse, mean;
   };
 
-  // The gradients of s' and s, and what dv is multiplied by, of W weights.
+  // The gradients of s' and s, and the weights with which dV sums dout and dout', in W lanes.
   struct Gradient {
     F of_tangent;
     F of_score;

@@ -112,7 +112,7 @@ struct PrepareParams {
   int32_t clear_blocks = 0;  // set by `set_grid`
 };
 
-// Whether q may have rows that no sequence uses; only the GPU knows whether it has.
+// Whether q may have rows that no sequence uses; only the GPU knows whether it does.
 inline bool may_have_unused_rows(const Problem& p) {
   return p.seqused_q != nullptr || p.cu_seqlens_q != nullptr;
 }
