@@ -98,8 +98,8 @@ def choose_cores(threads: int, pin: bool) -> int:
 
 
 def rotation(problem_bytes: int, total_bytes: int) -> int:
-    """How many copies of a problem to rotate through: 2 to 64, of at most `total_bytes` in
-    total.
+    """How many copies of a problem to rotate through: 2 to 64, so many that they take at least
+    `total_bytes` if 64 suffice.
     """
     return max(2, min(64, math.ceil(total_bytes / max(1, problem_bytes))))
 

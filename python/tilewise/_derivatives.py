@@ -1,11 +1,11 @@
 """The operators ``backward``, ``jvp`` and ``second`` as functions of PyTorch's autograd.
 
-With ``Forward`` of ``_ops`` they close the derivatives of attention up to the second order:
+With ``_Forward`` of ``_ops`` they close the derivatives of attention up to the second order:
 
 ====================  ========================  ===========================================
 function              its reverse mode          its forward mode
 ====================  ========================  ===========================================
-``Forward``           ``Backward``              ``Jvp``
+``_Forward``          ``Backward``              ``Jvp``
 ``Backward``          ``Jvp`` and ``Second``    ``Second``, ``Backward`` if only dout moves
 ``Jvp``               ``Second``, ``Backward``  refused
 ``Second``            refused                   refused

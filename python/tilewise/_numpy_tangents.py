@@ -81,7 +81,7 @@ def attention_second(
     The loss is dout . out + dlse . lse + dout_tangent . out_tangent + dlse_tangent . lse_tangent,
     whose four factors are constants here. Its gradients with respect to the tangents of the inputs
     are those of ``attention_backward`` with dout_tangent and dlse_tangent as dout and dlse. The
-    page docs/c-api.md makes double backward and Hessian-vector products of these functions.
+    page docs/c-api.md builds double backward and Hessian-vector products from these functions.
 
     Args:
         tangents: As in ``attention_jvp``.
@@ -95,7 +95,7 @@ def attention_second(
     All other arguments are those of ``attention_jvp``.
 
     Returns:
-        Gradients, as of ``attention_backward``.
+        Gradients, like ``attention_backward``.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -105,7 +105,7 @@ def lengths(runs: Sequence[Runs]) -> list[int]:
 
 
 def cut(x: Tensor, dim: int, runs: Runs) -> Tensor:
-    """The rows of the runs, end to end; a view where it can be one."""
+    """The rows of the runs, end to end; a view if there is only one run."""
     parts = [x.narrow(dim, begin, end - begin) for begin, end in runs] or [x.narrow(dim, 0, 0)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
