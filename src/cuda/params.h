@@ -84,7 +84,8 @@ struct Flags {
     for (int32_t i = 0; i < per_tile; ++i) found |= data[tile * per_tile + i];
     return found != 0;
   }
-  // The flag of a chunk; the CTA that combines the chunks of a tile ors them into the tile's flag.
+  // The flag of a chunk. The CTA that combines the chunks of a tile sets the tile's flag if any of
+  // theirs is set.
   TILEWISE_FN uint8_t* of_chunk(int64_t chunk) const { return data + tiles + chunk; }
 };
 

@@ -3,7 +3,7 @@
 //   lse = log(sum over splits of exp(lse_split) + exp(sink))
 //   out = sum over splits of exp(lse_split - lse) out_split
 //
-// in an order of sums that follows from the number of splits alone.
+// in an order of sums that follows from the number of splits and of groups of warps alone.
 //
 // combine: a CTA combines one row of one head, of combined_rows(params). It has
 // combine_groups(params) groups of kCombineWarps warps; a group reads 32 splits at a time.
