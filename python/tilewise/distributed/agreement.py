@@ -1,8 +1,8 @@
 """Ranks compare their calls before they exchange tensors, so that a difference raises an error.
 
 Collectives whose arguments differ between ranks hang or move the wrong bytes. Each call therefore
-begins with an exchange of a 64-bit hash of its arguments and of the numbers of its rows, its keys
-and the rows of its bias. Only if the hashes differ do the ranks exchange the arguments themselves,
+begins with an exchange of a rank's numbers of rows, keys and rows of the bias, and of a 64-bit hash
+of its other arguments. Only if the hashes differ do the ranks exchange the arguments themselves,
 and all of them raise.
 
 These numbers travel between hosts and never touch a GPU, so the host waits for the hosts of the
