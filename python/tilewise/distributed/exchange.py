@@ -193,7 +193,7 @@ def overlapped(
         load: Starts the exchange that step i needs; returns it and what it receives.
         compute: Computes step i from what was received, and starts the exchange of its results;
             returns that exchange and what it receives, or None.
-        finish: Uses what came back of step i.
+        finish: Uses what has come back for step i.
     """
     loading = load(0) if count else None
     storing: tuple[int, Exchange, Any] | None = None
