@@ -138,7 +138,7 @@ bench-gpu: ## compares with every installed peer on this machine's GPU (BENCH_FL
 
 # --- proof -----------------------------------------------------------------------------------------
 .PHONY: test
-test: test-cpp test-python ## all tests, C++ and Python (12 minutes on 2 cores)
+test: test-cpp test-python ## all tests, C++ and Python (15 minutes on 2 cores)
 	@$(say) "all tests passed"
 
 .PHONY: test-cpp
@@ -190,13 +190,13 @@ build/%/.ready-engine: tools/requirements-%.txt packages/%-tilewise/pyproject.to
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: build/vllm/.ready-engine ## the backend of packages/vllm-tilewise, driven by vLLM's own classes (3 minutes)
+test-vllm: build/vllm/.ready-engine ## the backend of packages/vllm-tilewise, driven by vLLM's own classes
 	@$(say) "vLLM"
 	@OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest -q tests/engines/test_vllm.py
 
 # SGLang warns about GPUs that it does not find.
 .PHONY: test-sglang
-test-sglang: build/sglang/.ready-engine ## the backend of packages/sglang-tilewise, driven by SGLang's own classes (2 minutes)
+test-sglang: build/sglang/.ready-engine ## the backend of packages/sglang-tilewise, driven by SGLang's own classes
 	@$(say) "SGLang"
 	@OMP_NUM_THREADS=1 build/sglang/bin/python -m pytest -q -W default tests/engines/test_sglang.py
 
@@ -214,7 +214,7 @@ $(integrations)/.ready: tools/requirements-integrations.txt | $(VENV)/.installed
 	@touch $@
 
 .PHONY: test-integrations
-test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise (2 minutes)
+test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise
 	@$(say) "integrations"
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_INTEGRATIONS=1 $(integrations)/bin/python -m pytest -q -p xdist -p hypothesispytest \
 	  tests/python/test_{compat_xformers,diffusers,kernels_hub,megatron}.py

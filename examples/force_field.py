@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from torch.nn.functional import silu
 
 import derivative_cost
 from tilewise.cli import plot
-from tilewise.cli.progress import Progress
 
 HEADS = 4
 
@@ -92,31 +90,14 @@ def predicted(model: nn.Module, positions: Tensor, create_graph: bool) -> tuple[
     return energy, -gradient
 
 
-def loss_of(model: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The squared error of energies per atom and of forces."""
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The squared error of energies per atom and of forces, to minimise and to report."""
     positions, energy, forces = data
     got_energy, got_forces = predicted(model, positions, create_graph=True)
     atoms = positions.shape[1]
-    return ((got_energy - energy) / atoms).square().mean() + (got_forces - forces).square().mean()
-
-
-def train(options: argparse.Namespace, backend: str) -> tuple[nn.Module, list[float], float]:
-    """The model, the loss of every step, and the seconds that all steps took."""
-    torch.manual_seed(0)
-    model = Energy(options.width, options.depth, derivative_cost.BACKENDS[backend])
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, options.steps)
-    losses, start = [], time.perf_counter()
-    with Progress(options.steps, f"training with {backend}") as bar:
-        for _ in range(options.steps):
-            loss = loss_of(model, configurations(options.batch, options.atoms))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            bar.update(loss=f"{loss.item():.4f}")
-    return model, losses, time.perf_counter() - start
+    of_energies = ((got_energy - energy) / atoms).square().mean()
+    loss = of_energies + (got_forces - forces).square().mean()
+    return loss, loss
 
 
 def draw(losses: dict[str, list[float]], model: nn.Module, atoms: int, path: Path) -> None:
@@ -142,20 +123,10 @@ def draw(losses: dict[str, list[float]], model: nn.Module, atoms: int, path: Pat
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description="energies and forces by attention")
-    parser.add_argument("--quick", action="store_true", help="a few steps and a short sequence")
-    parser.add_argument("--steps", type=int, help="steps with each backend")
+    parser = derivative_cost.parser("energies and forces by attention", "force_field", 3e-3)
     parser.add_argument("--batch", type=int, default=24, help="configurations in a step")
     parser.add_argument("--atoms", type=int, default=10)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2, help="transformer blocks")
-    parser.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
-    parser.add_argument("--rows", type=int, help="rows of the attention whose cost is measured")
-    parser.add_argument("--out", type=Path, default=Path("out/force_field"))
-    options = parser.parse_args(arguments)
-    options.steps = options.steps or (6 if options.quick else 700)
-    options.rows = options.rows or (1024 if options.quick else 4096)
-    return options
+    return derivative_cost.parse(parser, arguments, 700)
 
 
 def step_of_attention(attention: derivative_cost.Attention, *qkv: Tensor) -> None:
@@ -169,14 +140,13 @@ def step_of_attention(attention: derivative_cost.Attention, *qkv: Tensor) -> Non
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains with both backends; returns 1 if their first losses differ, else 0."""
     options = parse(arguments)
-    losses, models, texts = {}, {}, []
-    for name in derivative_cost.BACKENDS:
-        models[name], losses[name], seconds = train(options, name)
-        last = sum(losses[name][-20:]) / len(losses[name][-20:])
-        texts.append(f"{name} {last:.4f} in {seconds:.1f} s")
+    models, losses = derivative_cost.train(
+        options,
+        lambda attention: Energy(options.width, options.depth, attention),
+        lambda model: loss_of(model, configurations(options.batch, options.atoms)),
+    )
     positions, _, forces = configurations(256, options.atoms)
     got = predicted(models["tilewise"], positions, create_graph=False)[1]
-    print(f"loss of the last steps: {', '.join(texts)}")
     print(
         f"error of forces (root mean square) {(got - forces).square().mean().sqrt():.3f}, "
         f"forces themselves {forces.square().mean().sqrt():.3f}"
@@ -188,10 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plot.available():
         draw(losses, models["tilewise"], options.atoms, options.out / "force_field.png")
         print(f"plot: {options.out / 'force_field.png'}")
-    first = [values[:5] for values in losses.values()]
-    difference = max(abs(a - b) / b for a, b in zip(*first, strict=True))
-    print(f"largest relative difference of the first losses: {difference:.1e}")
-    return int(difference > 1e-3)
+    return derivative_cost.compare(losses)
 
 
 if __name__ == "__main__":

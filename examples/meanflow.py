@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,13 +28,12 @@ from torch.nn.functional import silu
 
 import derivative_cost
 from tilewise.cli import plot
-from tilewise.cli.progress import Progress
 
 HEADS, FREQUENCIES = 4, 3
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each scaled, shifted and gated by the condition (adaLN-Zero)."""
+    """Attention and an MLP, each scaled, shifted and gated by the condition (adaLN)."""
 
     def __init__(self, width: int, attention: derivative_cost.Attention) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.condition = nn.Linear(width, 6 * width)
         nn.init.zeros_(self.condition.weight)
-        nn.init.zeros_(self.condition.bias)
+        nn.init.constant_(self.condition.bias, 0.5)  # with 0 no loss would depend on attention yet
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Maps x [B, N, W], with the condition c [B, 1, W], to the same shape."""
@@ -113,25 +111,6 @@ def distance(x: Tensor) -> Tensor:
     return (x.norm(dim=-1) - 1).abs().mean()
 
 
-def train(options: argparse.Namespace, backend: str) -> tuple[nn.Module, list[float], float]:
-    """The model, the loss of every step, and the seconds that all steps took."""
-    torch.manual_seed(0)
-    model = Transformer(options.width, options.depth, derivative_cost.BACKENDS[backend])
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.rate, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, options.steps)
-    losses, start = [], time.perf_counter()
-    with Progress(options.steps, f"training with {backend}") as bar:
-        for _ in range(options.steps):
-            weighted, loss = loss_of(model, sets(options.batch, options.points))
-            optimizer.zero_grad()
-            weighted.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            bar.update(loss=f"{loss.item():.3f}")
-    return model, losses, time.perf_counter() - start
-
-
 def draw(losses: dict[str, list[float]], noise: Tensor, made: Tensor, path: Path) -> None:
     """Plots the losses, noise, and what one step makes of it."""
     drawing, (left, *others) = plot.figure(3, "MeanFlow: one step from noise to data")
@@ -150,20 +129,10 @@ def draw(losses: dict[str, list[float]], noise: Tensor, made: Tensor, path: Path
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description="MeanFlow with the JVP of attention")
-    parser.add_argument("--quick", action="store_true", help="a few steps and a short sequence")
-    parser.add_argument("--steps", type=int, help="steps with each backend")
+    parser = derivative_cost.parser("MeanFlow with the JVP of attention", "meanflow", 2e-3)
     parser.add_argument("--batch", type=int, default=32, help="sets in a step")
     parser.add_argument("--points", type=int, default=16, help="points in a set")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2, help="transformer blocks")
-    parser.add_argument("--rate", type=float, default=2e-3, help="largest learning rate")
-    parser.add_argument("--rows", type=int, help="rows of the attention whose cost is measured")
-    parser.add_argument("--out", type=Path, default=Path("out/meanflow"))
-    options = parser.parse_args(arguments)
-    options.steps = options.steps or (6 if options.quick else 400)
-    options.rows = options.rows or (1024 if options.quick else 4096)
-    return options
+    return derivative_cost.parse(parser, arguments, 400)
 
 
 def step_of_attention(attention: derivative_cost.Attention, *qkv: Tensor) -> None:
@@ -176,14 +145,13 @@ def step_of_attention(attention: derivative_cost.Attention, *qkv: Tensor) -> Non
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains with both backends; returns 1 if their first losses differ, else 0."""
     options = parse(arguments)
-    losses, models, texts = {}, {}, []
-    for name in derivative_cost.BACKENDS:
-        models[name], losses[name], seconds = train(options, name)
-        last = sum(losses[name][-50:]) / len(losses[name][-50:])
-        texts.append(f"{name} {last:.4f} in {seconds:.1f} s")
+    models, losses = derivative_cost.train(
+        options,
+        lambda attention: Transformer(options.width, options.depth, attention),
+        lambda model: loss_of(model, sets(options.batch, options.points)),
+    )
     noise = torch.randn(128, options.points, 2)
     made = sample(models["tilewise"], noise)
-    print(f"loss of the last steps: {', '.join(texts)}")
     print(
         f"mean distance of points from the ring: noise {distance(noise):.3f}, "
         f"one step {distance(made):.3f}, data {distance(sets(128, options.points)):.3f}"
@@ -192,10 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plot.available():
         draw(losses, noise, made, options.out / "meanflow.png")
         print(f"plot: {options.out / 'meanflow.png'}")
-    first = [values[:5] for values in losses.values()]
-    difference = max(abs(a - b) / b for a, b in zip(*first, strict=True))
-    print(f"largest relative difference of the first losses: {difference:.1e}")
-    return int(difference > 1e-3)
+    return derivative_cost.compare(losses)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,17 @@ def _at(error: OSError, host: str, port: int) -> OSError:
     return OSError(error.errno, f"{error.strerror}: --host {host} --port {port}")
 
 
+def api_key(given: str | None) -> str | None:
+    """The key of --api-key or, without it, of the environment; None if neither is given.
+
+    Raises:
+        ValueError: the key is empty, or no client can send it.
+    """
+    name = "TILEWISE_API_KEY" if given is None else "--api-key"
+    key = os.environ.get(name) if given is None else given
+    return None if key is None else serve_access.checked_key(name, key)
+
+
 def log_to_stderr(log: logging.Logger) -> None:
     """Makes a logger write its lines with the time."""
     handler = logging.StreamHandler()
@@ -166,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     with contextlib.ExitStack() as stack:
         try:
+            key = api_key(options.api_key)
             # The address is bound before the model is loaded, which takes minutes. Until then the
             # socket does not listen and refuses connections.
             listener = stack.enter_context(bound(options.host, options.port))
@@ -180,8 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limits = Limits(options.max_body_bytes, options.request_seconds)
         if options.access_log == "on":
             log_to_stderr(serve_access.log)
-        key = options.api_key or os.environ.get("TILEWISE_API_KEY")
-        app = create_app(Service(engine), engine.tokenizer, options.model, limits, key or None)
+        app = create_app(Service(engine), engine.tokenizer, options.model, limits, key)
         run(app, listener)
         print(f"stopped: {engine.stats()['generated_tokens']} tokens generated")
     return 0

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 import time
+import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,7 +23,20 @@ from serve_answers import failure
 
 log = logging.getLogger("tilewise.access")
 
-_MAX_ID = 64  # characters of an id that a client sends
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # ids of clients that are kept
+_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces, as a header can carry it
+
+
+def checked_key(name: str, key: str) -> str:
+    """The key, if a client can send it; `name` is what it was given as.
+
+    Raises:
+        ValueError: it is empty, or has other characters than printable ASCII without spaces.
+    """
+    if not _KEY.fullmatch(key):
+        given = "is empty" if not key else "has a space or a character that is not printable ASCII"
+        raise ValueError(f"{name} {given}, but must be one word of printable ASCII")
+    return key
 
 
 @dataclass
@@ -42,17 +57,22 @@ def account_of(scope: Any) -> Account:
 class Access:
     """An ASGI application around another one.
 
-    Every answer has the header x-request-id: the one of the request if it is short and printable,
-    otherwise a new one.
+    Every answer has the header x-request-id: the one of the request if it consists of at most 64
+    letters, digits, dots, underscores and hyphens, otherwise a new one. An exception of the other
+    application becomes the answer `fault`, unless an answer has begun, and is raised again.
 
     Args:
         app: The other application.
+        fault: The answer to an exception.
         api_key: Requests below /v1 without ``Authorization: Bearer KEY`` get 401. None: all may
             pass.
     """
 
-    def __init__(self, app: Any, api_key: str | None = None) -> None:
-        self._app, self._api_key = app, api_key
+    def __init__(
+        self, app: Any, fault: Callable[[Exception], Any], api_key: str | None = None
+    ) -> None:
+        self._app, self._fault = app, fault
+        self._api_key = None if api_key is None else checked_key("api_key", api_key)
 
     async def __call__(
         self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]
@@ -75,8 +95,9 @@ class Access:
         try:
             app = self._app if self._allows(scope) else _unauthorized()
             await app(scope, receive, send_with_id)
-        except BaseException:
-            status = status or 500
+        except Exception as error:
+            if not status:
+                await self._fault(error)(scope, receive, send_with_id)
             raise
         finally:
             _log(scope, account, status, time.monotonic() - began)
@@ -86,7 +107,7 @@ class Access:
             return True
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # The comparison takes the same time however much of the key is right.
-        right = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
+        right = hmac.compare_digest(key.strip(" ").encode("latin-1"), self._api_key.encode())
         return kind.lower() == "bearer" and right
 
 
@@ -97,9 +118,7 @@ def _unauthorized() -> Any:
 
 def _id_of(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
-    if 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _log(scope: Any, account: Account, status: int, seconds: float) -> None:
@@ -107,7 +126,6 @@ def _log(scope: Any, account: Account, status: int, seconds: float) -> None:
     tokens = ""
     if account.prompt_tokens is not None:
         tokens = f", {account.prompt_tokens} prompt tokens, {account.generated_tokens} generated"
-    # A path may contain line breaks and other characters that would break the log into other lines.
-    path = scope["path"].encode("ascii", "backslashreplace").decode()
-    shown = path if path.isprintable() else ascii(path)
-    log.info("%s %s %s %d %.3f s%s", account.id, scope["method"], shown, status, seconds, tokens)
+    # Quoted, so that no path can end the line or pass for the fields after it.
+    path = urllib.parse.quote(scope["path"])
+    log.info("%s %s %s %d %.3f s%s", account.id, scope["method"], path, status, seconds, tokens)

@@ -237,6 +237,9 @@ def create_app(
         name: The name of the model for clients.
         limits: The limits of requests.
         api_key: The key that clients must send; None accepts all.
+
+    Raises:
+        ValueError: no client can send the key.
     """
 
     @contextlib.asynccontextmanager
@@ -282,7 +285,7 @@ def create_app(
         return PlainTextResponse(metrics_text(engine.stats(), engine.latencies().items()))
 
     handle_errors(app)
-    app.add_middleware(Access, api_key=api_key)
+    app.add_middleware(Access, fault=fault, api_key=api_key)
     return app
 
 
@@ -306,6 +309,7 @@ def handle_errors(app: FastAPI) -> None:
     async def closed(_: Request, error: ServiceClosedError) -> Response:
         return failure(503, str(error), "server_error")
 
-    @app.exception_handler(Exception)  # the exception is also logged
-    async def fault(_: Request, error: Exception) -> Response:
-        return failure(500, f"internal error of the server: {type(error).__name__}", "server_error")
+
+def fault(error: Exception) -> Response:
+    """The answer to an exception that no handler knows; uvicorn logs the exception."""
+    return failure(500, f"internal error of the server: {type(error).__name__}", "server_error")

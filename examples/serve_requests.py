@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import models
-from tilewise.serving import SamplingParams
+from tilewise.serving import MAX_LOGPROBS, SamplingParams
 
 # Fields that have no effect on the answer, whatever their values are.
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Each token is compared with all stop strings, in the thread that all requests wait for.
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_CHOICES = 16  # answers to a prompt
-MAX_LOGPROBS = 20  # alternatives to a token
 
 _brief = reprlib.Repr()  # an error message must not contain a picture in base64
 _brief.maxlevel, _brief.maxlist, _brief.maxdict, _brief.maxstring = 3, 4, 4, 60

@@ -5,8 +5,7 @@
 
 The model is that of `gpt.py` in plain JAX: RMSNorm, rotary positions, grouped-query attention by
 `tilewise.jax.attention`, SwiGLU; the optimiser is Adam. The first steps are repeated with the
-attention of `jax.nn`, and the losses are compared. It takes a minute on two cores and writes
-losses.json and loss.png.
+attention of `jax.nn`, and the losses are compared. It writes losses.json and loss.png.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lays a wheel of Tilewise out as a kernel repository of the Hugging Face Hub.
 
-  python tools/kernels_hub.py WHEEL FOLDER
+  python tools/kernels_hub.py WHEEL... FOLDER
 
 FOLDER/build/VARIANT/ gets the package, an ``__init__.py`` (packages/kernels-hub) and
 ``metadata.json``. A variant is the oldest PyTorch of the stable ABI, the backend and the processor:
@@ -95,11 +95,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, nargs="+")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    for variant in lay_out(options.wheel, options.folder):
-        print(variant)
+    for wheel in options.wheel:
+        print("\n".join(map(str, lay_out(wheel, options.folder))))
     return 0
 
 

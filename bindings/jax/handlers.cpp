@@ -93,7 +93,7 @@ ffi::Error restore(Words words, Words pointers, const Buffers& buffers, Struct& 
   for (size_t i = 0; i < pointers.size(); i += 2) {
     const auto offset = static_cast<size_t>(pointers[i]);
     const auto buffer = static_cast<size_t>(pointers[i + 1]);
-    if (offset + sizeof(void*) > bytes || buffer >= buffers.size())
+    if (bytes < sizeof(void*) || offset > bytes - sizeof(void*) || buffer >= buffers.size())
       return invalid("the attributes of the call name a pointer or a buffer that it lacks");
     void* address = buffers[buffer];
     std::memcpy(reinterpret_cast<char*>(&result) + offset, &address, sizeof(address));

@@ -44,14 +44,6 @@ struct Append {
 constexpr const char* dtype_rule =
     "the dtype of k_cache or, for a float8_e4m3fn cache, that of k_new";
 
-void expect_both(const OptionalTensor& first, const char* first_name, const OptionalTensor& second,
-                 const char* second_name) {
-  if (first.has_value() == second.has_value()) return;
-  const char* given = first ? first_name : second_name;
-  const char* missing = first ? second_name : first_name;
-  invalid(std::string(given) + " is given and " + missing + " is not: give both or neither");
-}
-
 void describe_cache(const AppendArguments& in, Append& append) {
   tilewise_kv_append& c = append.c;
   expect_shape(in.k_cache, "k_cache", {any_size, any_size, any_size, any_size});

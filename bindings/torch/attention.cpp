@@ -130,8 +130,15 @@ void describe_shard(const Options& options, const Problem& problem, tilewise_att
 }
 
 void describe_mask(const Options& options, Problem& problem) {
-  if (!options.mask_first) return;
-  if (!options.mask_entries) invalid("mask_first is given, but mask_entries is not");
+  expect_both(options.mask_first, "mask_first", options.mask_entries, "mask_entries");
+  if (!options.mask_bits && (options.mask_heads | options.mask_rows | options.mask_keys) != 0)
+    invalid("mask_heads, mask_rows and mask_keys must be 0 without mask_bits, but are " +
+            std::to_string(options.mask_heads) + ", " + std::to_string(options.mask_rows) +
+            " and " + std::to_string(options.mask_keys));
+  if (!options.mask_first) {
+    if (options.mask_bits) invalid("mask_bits is given, but mask_first is not");
+    return;
+  }
   constexpr int64_t kBlock = 128;
   problem.mask = std::make_unique<tilewise_mask>();
   tilewise_mask& m = *problem.mask;

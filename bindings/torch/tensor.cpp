@@ -91,7 +91,7 @@ tilewise_dtype element_type(const Tensor& tensor, const char* name) {
   if (dtype == aoti_torch_dtype_bfloat16()) return TILEWISE_BFLOAT16;
   if (dtype == aoti_torch_dtype_float8_e4m3fn()) return TILEWISE_FLOAT8_E4M3;
   invalid(std::string(name) + " has dtype " + dtype_text(dtype) +
-          ", but must be float32, float16 or bfloat16");
+          ", but must be float32, float16, bfloat16 or float8_e4m3fn");
 }
 
 void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
@@ -119,6 +119,14 @@ void expect_place(const Tensor& tensor, const char* name, const Place& place) {
   if (!(given == place))
     invalid(std::string(name) + " is on " + place_text(given) + ", but must be on " +
             place_text(place) + " like the other tensors");
+}
+
+void expect_both(const OptionalTensor& first, const char* first_name, const OptionalTensor& second,
+                 const char* second_name) {
+  if (first.has_value() == second.has_value()) return;
+  const char* given = first ? first_name : second_name;
+  const char* missing = first ? second_name : first_name;
+  invalid(std::string(given) + " is given and " + missing + " is not: give both or neither");
 }
 
 void expect_contiguous_columns(const Tensor& tensor, const char* name) {

@@ -68,6 +68,9 @@ void expect_dtype(const Tensor& tensor, const char* name, int32_t dtype, const c
 // Throws unless the tensor is on the device of the other tensors.
 void expect_place(const Tensor& tensor, const char* name, const Place& place);
 void expect_contiguous_columns(const Tensor& tensor, const char* name);
+// Throws if one of two arguments is given without the other.
+void expect_both(const OptionalTensor& first, const char* first_name, const OptionalTensor& second,
+                 const char* second_name);
 
 // The stride, or 0 for a dimension of one element, whose stride is arbitrary in torch and never
 // used.

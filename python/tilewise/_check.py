@@ -7,7 +7,7 @@ tensors, also while ``torch.compile`` traces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -279,6 +279,38 @@ def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> N
             f"{name} has shape {list(given)}, but must be [batch, heads_kv] = "
             f"[{batch}, {heads_kv}], where either may be 1"
         )
+
+
+def per_head(
+    request: Any,
+    float32: Callable[[str, Any], Any],
+    expand: Callable[[Any, tuple[int, int]], Any],
+    k_dtype: Any,
+    sizes: tuple[int, int, int],
+) -> dict[str, Any]:
+    """The given options that have a number per head, checked: slopes, sinks and descales.
+
+    Args:
+        request: The options.
+        float32: Makes an array of an option's name and value.
+        expand: Broadcasts an array to a shape.
+        k_dtype: The dtype of k.
+        sizes: (batch, heads_q, heads_kv).
+    """
+    batch, heads, heads_kv = sizes
+    arrays = {}
+    if request.alibi_slopes is not None:
+        arrays["alibi_slopes"] = float32("alibi_slopes", request.alibi_slopes)
+        alibi(arrays["alibi_slopes"], batch, heads)
+    if request.sinks is not None:
+        arrays["sinks"] = float32("sinks", request.sinks)
+        shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
+    for name in ("k_descale", "v_descale"):
+        if getattr(request, name) is not None:
+            factors = float32(name, getattr(request, name))
+            descale(name, factors, is_float8(k_dtype), batch, heads_kv)
+            arrays[name] = expand(factors, (batch, heads_kv))
+    return arrays
 
 
 def alibi(array: Any, batch: int, heads: int) -> None:

@@ -34,11 +34,9 @@ from ._options import (
     TANGENT_COUNT,
     TENSOR_COUNT,
     WANT_BIAS,
-    WANT_K,
-    WANT_Q,
+    WANT_BITS,
     WANT_SCALE,
     WANT_SINKS,
-    WANT_V,
     Options,
     contiguous_columns,
     has_lse_low,
@@ -46,7 +44,6 @@ from ._options import (
 
 Tensors = tuple[Tensor | None, ...]
 
-WANT_BITS = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
 _TENSOR_OPTIONS = tuple(Options._fields.index(name) for name in ("bias", "sinks", "scale_tensor"))
 _SLOPES = Options._fields.index("alibi_slopes")
 
@@ -122,6 +119,15 @@ def spread(
         if wanted & bit:
             bias = options.bias if bit == WANT_BIAS else None
             into[position] = grad if bias is None else grad.to(bias.dtype)
+
+
+def _like_bias(tangents: Tensors, options: Options) -> Tensors:
+    """The tangents with that of the bias in its dtype: dbias, from which it comes, is float32."""
+    at = WANT_BITS.index(WANT_BIAS)
+    bias, tangent = options.bias, tangents[at]
+    if bias is None or tangent is None:
+        return tangents
+    return (*tangents[:at], tangent.to(bias.dtype), *tangents[at + 1 :])
 
 
 def _plain_lse(lse: Tensor | None, q: Tensor) -> Tensor | None:
@@ -257,6 +263,7 @@ class Backward(torch.autograd.Function):
         if all(x is None for x in tangents):
             return tuple(results)
         (dout, dlse, *state), options = _saved(ctx, _BACKWARD)
+        tangents = _like_bias(tangents, options)
         out_tangents = call_jvp(state, tangents, options)
         results[:2] = (x if need else None for x, need in zip(out_tangents, needs, strict=False))
         second = wanted_of(needs, _BACKWARD)

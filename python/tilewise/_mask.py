@@ -164,7 +164,7 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
             raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
         if given.size and not ((given == given.astype(np.int32)).all()):
             raise TypeError(f"{name} has numbers that int32 cannot represent")
-        array = given.astype(np.int32)
+        array = np.ascontiguousarray(given, dtype=np.int32)
         if array.size == 0 and len(dims) > 1:
             array = array.reshape([0 if dim is None else dim for dim in dims])
     shape = tuple(array.shape)

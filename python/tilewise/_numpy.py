@@ -226,6 +226,10 @@ def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Reques
     return _describe_problem(q, k, v, batch, request, arrays, bounds, False)
 
 
+def _expanded(array: Array, shape: tuple[int, int]) -> Array:
+    return np.ascontiguousarray(np.broadcast_to(array, shape))
+
+
 def _longest(arrays: dict[str, Array], side: str) -> int | None:
     """The longest sequence of queries ("q") or keys ("k"); None if only its pages limit it."""
     lengths = arrays.get(f"seqused_{side}")
@@ -240,18 +244,7 @@ def _describe_problem(
 ) -> _Problem:  # fmt: skip
     heads, head_dim = q.shape[-2:]
     left, right = _check.window_bounds(request.causal, request.window)
-    if request.alibi_slopes is not None:
-        arrays["alibi_slopes"] = _float32("alibi_slopes", request.alibi_slopes)
-        _check.alibi(arrays["alibi_slopes"], batch, heads)
-    if request.sinks is not None:
-        arrays["sinks"] = _float32("sinks", request.sinks)
-        _check.shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
-    for name in ("k_descale", "v_descale"):
-        factors = getattr(request, name)
-        if factors is not None:
-            array = _float32(name, factors)
-            _check.descale(name, array, _check.is_float8(k.dtype), batch, k.shape[-2])
-            arrays[name] = np.ascontiguousarray(np.broadcast_to(array, (batch, k.shape[-2])))
+    arrays |= _check.per_head(request, _float32, _expanded, k.dtype, (batch, heads, k.shape[-2]))
     dropout_p = _check.dropout(request.dropout_p)
     shard = request.shard
     if dropout_p > 0.0 and shard.dropout_state is None:
@@ -298,7 +291,7 @@ def _mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
     from . import masks
 
     masks.check(mask, batch, heads, lengths)
-    arrays = [as_array("the array of mask", x) for x in mask.arguments()]
+    arrays = [np.ascontiguousarray(as_array("the array of mask", x)) for x in mask.arguments()]
     return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
 
 

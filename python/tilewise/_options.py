@@ -59,11 +59,12 @@ class Options(NamedTuple):
 
 
 # Bits of the argument `wanted` of backward; the values are those of bindings/torch/attention.h.
-WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
+WANT_BITS = WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE = 1, 2, 4, 8, 16, 32
+WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 OPTION_COUNT = len(Options._fields)
 TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
-TANGENT_COUNT = 6  # of q, k, v, bias, sinks and scale, in the order of the WANT bits
+TANGENT_COUNT = len(WANT_BITS)  # of q, k, v, bias, sinks and scale
 
 
 def has_lse_low(lse: Tensor, q: Tensor) -> bool:

@@ -275,7 +275,8 @@ def _with_mask(
     from . import masks
 
     masks.check(mask, batch, q.shape[-2], lengths)
-    arrays = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in mask.arguments()]
+    given = mask.arguments()
+    arrays = [(x if isinstance(x, Tensor) else torch.from_numpy(x)).contiguous() for x in given]
     if arrays[0].device != q.device:
         raise ValueError(
             f"mask is on {arrays[0].device}, but must be on {q.device} like q: pass "

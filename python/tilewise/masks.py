@@ -93,7 +93,7 @@ class Ranges(_Combining):
             raise ValueError(f"starts has {first.shape[0]} entries, but must have batch + 1")
         parts = [rows, keys, numbers[:, None]]
         if like is None:
-            entries: Any = np.concatenate(parts, axis=1)
+            entries: Any = np.ascontiguousarray(np.concatenate(parts, axis=1))
         else:
             import torch
 

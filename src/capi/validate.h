@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/request.h"
+#include "capi/views.h"
 
 namespace tilewise::capi {
 
@@ -41,6 +42,11 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
 // Checks a mask and, with Contents::read, the entries of its arrays. The problem keeps the caller's
 // struct, whose fields are all known since its first version.
 void check_mask(const Problem& problem, Contents contents);
+
+// Checks the layout of a view and, unless contents are unread, its pointer. An optional view may be
+// NULL.
+enum class Presence { optional, needed };
+void check_view(const View& view, Presence presence, Contents contents);
 
 // Checks the entries of cu_seqlens, seqused, block_table, kv_batch_idx and leftpad_k.
 void check_index_arrays(const Problem& problem);

@@ -148,11 +148,7 @@ void check_views(const Problem& p, Pass pass, Contents contents) {
       keys_view("v", p.v, p, p.head_dim_v),
       rows_view("out", p.out, p, dtypes.out, p.head_dim_v, forward ? Access::write : Access::read),
   };
-  for (const View& view : views) {
-    // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
-    if (contents != Contents::unread) check_data(view);
-    check_layout(view);
-  }
+  for (const View& view : views) check_view(view, Presence::needed, contents);
   const View lse = lse_view("lse", p.lse, p.lse_stride_batch, p.lse_stride_head, p,
                             forward ? Access::write : Access::read);
   require(p.lse_low == nullptr || p.lse != nullptr || lse.empty() || contents == Contents::unread,
@@ -246,6 +242,13 @@ void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Desc
                   4,
                   Access::read});
   }
+}
+
+void check_view(const View& view, Presence presence, Contents contents) {
+  if (view.data == nullptr && presence == Presence::optional) return;
+  // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
+  if (contents != Contents::unread) check_data(view);
+  check_layout(view);
 }
 
 Pass checked_pass(int32_t pass, Pass first, Pass second) {

@@ -6,12 +6,6 @@
 namespace tilewise::capi {
 namespace {
 
-void check_wanted(const View& view, Contents contents) {
-  if (view.data == nullptr) return;
-  if (contents != Contents::unread) check_data(view);
-  check_layout(view);
-}
-
 void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
   if (g.dbias == nullptr) return;
   require(p.bias != nullptr, "dbias is given, but bias is NULL: it is the gradient of bias");
@@ -39,15 +33,15 @@ void check_dbias(const Gradients& g, const Problem& p, Contents contents) {
     require(g.dbias_rows >= p.seqlen_q, "dbias_rows is ", g.dbias_rows,
             ": it must be at least seqlen_q, which is ", p.seqlen_q);
   }
-  check_wanted({"dbias",
-                g.dbias,
-                {{{"_stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
-                  {"_stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
-                  {"_stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
-                g.dbias_keys,
-                4,
-                Access::write},
-               contents);
+  check_view({"dbias",
+              g.dbias,
+              {{{"_stride_batch", g.dbias_stride_batch != 0 ? p.batch : 1, g.dbias_stride_batch},
+                {"_stride_head", g.dbias_stride_head != 0 ? p.heads_q : 1, g.dbias_stride_head},
+                {"_stride_row", g.dbias_stride_row != 0 ? g.dbias_rows : 1, g.dbias_stride_row}}},
+              g.dbias_keys,
+              4,
+              Access::write},
+             Presence::needed, contents);
 }
 
 void check_dbias_extent(const Gradients& g, const Problem& p) {
@@ -73,18 +67,13 @@ Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
   if (p.device != TILEWISE_CPU && contents == Contents::read) contents = Contents::pointers;
   check_range("gradients.reserved", g.reserved, 0, 0);
   const Dtypes dtypes = dtypes_of(p);
-  const View dout = rows_view("dout", g.dout, p, dtypes.out, p.head_dim_v, Access::read);
-  if (pass == Pass::second) {
-    check_wanted(dout, contents);
-  } else {
-    if (contents != Contents::unread) check_data(dout);
-    check_layout(dout);
-  }
-  check_wanted(rows_view("dq", g.dq, p, dtypes.q, p.head_dim, Access::write), contents);
-  check_wanted(dkeys_view("dk", g.dk, p, p.head_dim), contents);
-  check_wanted(dkeys_view("dv", g.dv, p, p.head_dim_v), contents);
-  check_wanted(lse_view("dlse", g.dlse, g.dlse_stride_batch, g.dlse_stride_head, p, Access::read),
-               contents);
+  const auto optional = [&](const View& view) { check_view(view, Presence::optional, contents); };
+  check_view(rows_view("dout", g.dout, p, dtypes.out, p.head_dim_v, Access::read),
+             pass == Pass::second ? Presence::optional : Presence::needed, contents);
+  optional(rows_view("dq", g.dq, p, dtypes.q, p.head_dim, Access::write));
+  optional(dkeys_view("dk", g.dk, p, p.head_dim));
+  optional(dkeys_view("dv", g.dv, p, p.head_dim_v));
+  optional(lse_view("dlse", g.dlse, g.dlse_stride_batch, g.dlse_stride_head, p, Access::read));
   check_dbias(g, p, contents);
   require(g.dsinks == nullptr || p.sinks != nullptr,
           "dsinks is given, but sinks is NULL: it is the gradient of sinks");

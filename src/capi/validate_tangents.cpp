@@ -19,15 +19,6 @@ void refuse_options(const Problem& p, Pass pass) {
   }
 }
 
-enum class Presence { optional, needed };
-
-void check_view(const View& view, Presence presence, Contents contents) {
-  if (view.data == nullptr && presence == Presence::optional) return;
-  // The pointer first: a missing output has strides 0 and must not be reported as overlapping.
-  if (contents != Contents::unread) check_data(view);
-  check_layout(view);
-}
-
 void check_bias(const Tangents& t, const Problem& p, Contents contents) {
   if (t.bias == nullptr) return;
   require(p.bias != nullptr, "tangents.bias is given, but bias is NULL: it is the tangent of bias");

@@ -293,7 +293,7 @@ struct BackwardLaunch {
     Arena scratch{layout.scratch + worker * layout.scratch_bytes};
     const Range seen = s.band.keys_of_any(rows);
     const Mask mask =
-        Mask::of(p.mask, s.batch).narrowed(rows, seen, scratch.take<int32_t>(p.mask->entry_count));
+        Mask::of(p.mask, s.batch).narrowed(rows, seen, scratch.take<int32_t>(mask_rectangles(p)));
     const Tiling chunks{s.band.keys, chunk};
     const Range touched = chunks.touching(intersect(seen, mask.keys_of_any(heads, rows)));
     for (int64_t c = touched.begin; c < touched.end; ++c)

@@ -82,6 +82,12 @@ struct ChunkSet {
   }
 };
 
+// The rectangles among which a work item looks for those that it touches.
+TILEWISE_FN int64_t mask_rectangles(const Problem& p) {
+  const bool has_ranges = p.mask != nullptr && p.mask->kind == TILEWISE_MASK_RANGES;
+  return has_ranges ? p.mask->entry_count : 0;
+}
+
 // Empty without a mask.
 struct MaskScratch {
   int64_t ld;         // lanes
@@ -92,7 +98,7 @@ struct MaskScratch {
   TILEWISE_FN MaskScratch(const Problem& p, int64_t tile_k, int64_t lanes, Size coverages,
                           Arena& arena)
       : ld(lanes),
-        ranges(arena.take<int32_t>(p.mask != nullptr ? Size(p.mask->entry_count) : Size(0))),
+        ranges(arena.take<int32_t>(Size(mask_rectangles(p)))),
         bits(arena.take<uint32_t>(p.mask != nullptr ? tile_k / kMaskWord * lanes : 0)),
         coverage(arena.take<uint8_t>(p.mask != nullptr ? coverages : Size(0))) {}
 };
@@ -291,7 +297,7 @@ struct JvpScratch {
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.strip))),
         nonfinite_v(s.strip, arena),
         nonfinite_v_tangent(s.strip, arena),
-        mask(p, s.strip, s.panel, Size(0), arena) {}
+        mask(p, s.strip, s.panel, Size(ceil_div(key_capacity(p), s.strip)) * panels, arena) {}
 
  private:
   TILEWISE_FN uint32_t* weights_of(const Shape& s, float* fp32, Arena& arena) const {

@@ -20,7 +20,7 @@ import capi
 import mask_cases
 import tilewise
 from cases import Built, Case, check, run
-from tilewise import masks
+from tilewise import _mask, masks
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 30)
 STARTS = [0, 70, 270, 300]
@@ -61,6 +61,23 @@ def test_ranges_show_the_pairs_of_their_rectangles(rectangles):
             tile = want[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
             assert tile.any() if state == 1 or state == 2 else not tile.any()
             assert tile.all() if state == 2 else m is mask or not tile.all()
+
+
+def test_arrays_in_any_order_of_memory_make_the_same_mask():
+    begins, ends = np.array([0, 10, 30], np.int32), np.array([10, 30, 45], np.int32)
+    spans = np.stack([begins, ends], axis=1)
+    transposed = np.array([begins, ends]).T
+    assert not transposed.flags.c_contiguous
+    want = masks.Ranges(spans, spans, "causal")
+    got = masks.Ranges(transposed, transposed, "causal")
+    raw = _mask.rebuilt(masks.Ranges, [np.asfortranarray(want.entries), want.first], ())
+    arrays = [x.detach().numpy() for x in tensors(rows=45, keys=45)]
+    expected = tilewise.attention(*arrays, mask=want)
+    for mask in (got, raw):
+        np.testing.assert_array_equal(mask.to_bool(45, 45), want.to_bool(45, 45))
+        np.testing.assert_array_equal(tilewise.attention(*arrays, mask=mask), expected)
+        out = tilewise.attention(*map(torch.from_numpy, arrays), mask=mask)
+        np.testing.assert_array_equal(out.numpy(), expected)
 
 
 def test_masks_are_combined():

@@ -235,3 +235,15 @@ def test_backward_uses_the_dropout_of_the_forward() -> None:
     dout = torch.eye(33, dtype=v.dtype)[None, None].expand(2, 4, -1, -1).contiguous()
     _, _, dv = sdpa.backward(dout, q, k, units, out, lse, state.view(torch.uint64), sdpa.Call(0.4))
     assert torch.equal(dv == 0, out.mT == 0)
+
+
+def test_dropout_of_a_forward_that_falls_back_is_refused():
+    """Its backward would draw other bits; see the kernel of _with_fallback."""
+    kernel = sdpa._with_fallback("an_operator", sdpa._cuda_forward, None)
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=r"dropout_p 0\.5 and return_debug_mask"):
+        kernel(None, q, k, v, 0.5, False, True)
+    with pytest.raises(NotImplementedError, match=r"dropout_p 0\.5 and new_keyword"):
+        kernel(None, q, k, v, 0.5, False, False, new_keyword=1)
+    with pytest.raises(NotImplementedError, match="without return_debug_mask"):
+        kernel(None, q, k, v, 0.0, False, True)

@@ -18,6 +18,7 @@ hf_models.require("transformers>=5.20", "fastapi", "uvicorn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import serve  # noqa: E402
 from serve_client import Client, sent, serving  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
@@ -118,7 +119,7 @@ def test_key_and_access_log(caplog):
             (KEY, 401),
             (f"Bearer {KEY}", 200),
         ):
-            headers = {"content-type": "application/json", "x-request-id": f"id {status}"}
+            headers = {"content-type": "application/json", "x-request-id": f"id-{status}"}
             if given:
                 headers["authorization"] = given
             connection = client.connection()
@@ -127,20 +128,44 @@ def test_key_and_access_log(caplog):
             answer = json.loads(response.read())
             connection.close()
             assert response.status == status, answer
-            assert response.headers["x-request-id"] == f"id {status}"
+            assert response.headers["x-request-id"] == f"id-{status}"
             if status == 401:
                 assert answer["error"]["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
         status, _, headers = client.call("GET", "/health")
         assert status == 200 and re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
-        client.call("GET", "/no%0Apath")
+        forged = {"x-request-id": "a POST /v1/completions 200 0.1 s"}
+        connection = client.connection()
+        connection.request("GET", "/no%0Apath%20200", headers=forged)
+        assert re.fullmatch("[0-9a-f]{32}", connection.getresponse().headers["x-request-id"])
+        connection.close()
     lines = [r.getMessage() for r in caplog.records if r.name == "tilewise.access"]
     assert any(
         re.fullmatch(
-            r"id 200 POST /v1/completions 200 \d+\.\d+ s, 12 prompt tokens, 3 generated",
+            r"id-200 POST /v1/completions 200 \d+\.\d+ s, 12 prompt tokens, 3 generated",
             x,
         )
         for x in lines
     )
-    assert sum(" 401 " in x for x in lines) == 3
+    refused = r"id-401 POST /v1/completions 401 \d+\.\d+ s"
+    assert sum(re.fullmatch(refused, x) is not None for x in lines) == 3
+    unknown = r"[0-9a-f]{32} GET /no%0Apath%20200 404 \d+\.\d+ s"
+    assert sum(re.fullmatch(unknown, x) is not None for x in lines) == 1
     assert not any("confidential" in x or KEY in x or "\n" in x for x in lines)
+
+
+@pytest.mark.parametrize("key", ["", " ", "two words", "naïve", "line\n"])
+def test_keys_that_no_client_can_send(key, monkeypatch):
+    monkeypatch.setenv("TILEWISE_API_KEY", key)
+    with pytest.raises(ValueError, match=r"TILEWISE_API_KEY .*, but must be one word of printable"):
+        serve.api_key(None)
+    with pytest.raises(ValueError, match=r"--api-key .*, but must be one word of printable ASCII"):
+        serve.api_key(key)
+
+
+def test_key_of_the_command_line_comes_first(monkeypatch):
+    monkeypatch.setenv("TILEWISE_API_KEY", "of-environment")
+    assert serve.api_key(None) == "of-environment"
+    assert serve.api_key("given") == "given"
+    monkeypatch.delenv("TILEWISE_API_KEY")
+    assert serve.api_key(None) is None

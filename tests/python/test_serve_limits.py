@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import sys
 import threading
@@ -334,8 +335,9 @@ def test_internal_error_has_the_usual_error_object(client, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(client.service.engine, "require_place", broken)
-    status, answer, _ = client.call("POST", COMPLETIONS, dict(prompt="a"))
+    status, answer, headers = client.call("POST", COMPLETIONS, dict(prompt="a"))
     assert status == 500
+    assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
     assert answer["error"]["message"] == "internal error of the server: ZeroDivisionError"
 
 

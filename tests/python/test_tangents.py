@@ -35,6 +35,7 @@ CASES = {
     "dropout, softcap": ({"dropout_p": 0.3, "softcap": 3.0, "causal": True}, "qkv scale"),
     "queries alone, sinks": ({"sinks": True, "window": (9, 0)}, "q"),
     "mask, bias": ({"mask": True, "bias": (1, 1, ROWS, KEYS), "window": (140, 20)}, "qkv bias"),
+    "ranges": ({"ranges": True, "window": (120, 30)}, "qkv scale"),
     "varlen": ({"lengths": True, "causal": True}, "qv"),
 }  # fmt: skip
 
@@ -70,6 +71,12 @@ class Case:
             shown[:, :, : ROWS // 2, 64:128] = True
             shown[:, :, 5] = False
             given["mask"] = masks.from_bool(shown)
+        if given.pop("ranges", False):  # tiles that no row sees, and rows that see nothing
+            given["mask"] = masks.Ranges(
+                [[0, 9], [12, ROWS], [20, 31]], [[0, 40], [90, KEYS], [70, 80]],
+                ["full", "causal", "inverse_causal"],
+            )  # fmt: skip
+            shown = given["mask"].to_bool(ROWS, KEYS)
         self.scale = given.get("scale", DIM**-0.5)
         self.options = {
             **given, **{n: x for n, x in (("alibi_slopes", slopes), ("sinks", self.sinks))

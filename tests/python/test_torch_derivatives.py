@@ -179,7 +179,7 @@ def options_problem(name: str, dtype: torch.dtype):
     function, options = EVERY_OPTION[name]
     q, k, v = torch.randn(2, 5, 4, 6), torch.randn(2, 7, 2, 6), torch.randn(2, 7, 2, 3)
     bias = torch.randn(4, 7 if name == "varlen" else 5, 9 if name == "varlen" else 7)
-    x = (q.to(dtype), k.to(dtype), v.to(dtype), bias, torch.randn(4), torch.tensor(0.4))
+    x = (*(a.to(dtype) for a in (q, k, v, bias)), torch.randn(4), torch.tensor(0.4))
     return seeded(partial(function, **options)), x
 
 

@@ -7,12 +7,12 @@ import torch
 
 import devices
 import tilewise
-from tilewise import _derivatives, _ops, _options, _torch
+from tilewise import _ops, _options, _torch
 from tilewise._request import Request, Sequences
 
 pytestmark = pytest.mark.tensors
 
-ALL = sum(_derivatives.WANT_BITS)
+ALL = sum(_options.WANT_BITS)
 
 
 def dense(layout="bshd", dtype=torch.float32, **options):

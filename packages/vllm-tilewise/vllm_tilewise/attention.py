@@ -115,7 +115,9 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             out.copy_(self._attend_dcp(layer, q, key[:count], value[:count], kv_cache,
                                        attn_metadata))  # fmt: skip
         else:
-            out.copy_(self._attend_cache(layer, q, kv_cache, attn_metadata))
+            lengths = attn_metadata.seq_lens, attn_metadata.max_seq_len
+            band = self._band(attn_metadata.causal)
+            out.copy_(self._attend_cache(layer, q, kv_cache, attn_metadata, lengths, **band))
         return output
 
     def do_kv_cache_update(
@@ -139,8 +141,15 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         return dict(self._options, alibi_slopes=slopes, sinks=self.sinks)
 
     def _attend_cache(
-        self, layer: Any, q: Tensor, kv_cache: Tensor, metadata: TilewiseMetadata
-    ) -> Tensor:
+        self,
+        layer: Any,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: TilewiseMetadata,
+        lengths: tuple[Tensor, int],
+        **more: Any,
+    ) -> Any:
+        """Attention to the stored tokens of each request: their numbers, and the largest one."""
         k_cache, v_cache, descales = split_cache(
             layer, kv_cache, self.head_size, self.kv_cache_dtype
         )
@@ -150,13 +159,13 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             v_cache,
             metadata.query_start_loc,
             None,
-            seqused_k=metadata.seq_lens,
+            seqused_k=lengths[0],
             block_table=metadata.block_table,
             max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_seq_len,
-            **self._band(metadata.causal),
+            max_seqlen_k=lengths[1],
             **self._score_options(q),
             **descales,
+            **more,
         )
 
     def _attend_new(
@@ -204,23 +213,14 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if not metadata.max_local_context_len:
             return new[0]
         group = get_dcp_group()
-        k_cache, v_cache, descales = split_cache(
-            layer, kv_cache, self.head_size, self.kv_cache_dtype
-        )
-        context, lse = tilewise.attention_varlen(
+        context, lse = self._attend_cache(
+            layer,
             group.all_gather(q.contiguous(), dim=1),  # the heads of all ranks
-            k_cache,
-            v_cache,
-            metadata.query_start_loc,
-            None,
-            seqused_k=metadata.local_context_lens,
-            block_table=metadata.block_table,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_local_context_len,
+            kv_cache,
+            metadata,
+            (metadata.local_context_lens, metadata.max_local_context_len),
             causal=False,
             return_lse=True,
-            **self._options,
-            **descales,
         )
         context, lse = self._combine(context, lse.transpose(0, 1), group, return_lse=True)
         lse = lse.transpose(0, 1).contiguous()

@@ -16,11 +16,9 @@ from torch.autograd.function import once_differentiable
 from .. import _ops
 from .._options import (
     WANT_BIAS,
-    WANT_K,
-    WANT_Q,
+    WANT_BITS,
     WANT_SCALE,
     WANT_SINKS,
-    WANT_V,
     Options,
     contiguous_columns,
 )
@@ -74,8 +72,7 @@ class Local:
             dlse = contiguous_columns(dlse)
         dout = contiguous_columns(dout)
         grads = _ops.call_backward(dout, dlse, *state, *self.options(options), wanted)
-        bits = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
-        return [x if wanted & bit else None for x, bit in zip(grads, bits, strict=True)]
+        return [x if wanted & bit else None for x, bit in zip(grads, WANT_BITS, strict=True)]
 
 
 def of_heads(options: Options, begin: int, end: int) -> Options:
@@ -155,9 +152,8 @@ class Attend(torch.autograd.Function):
         if dlse is None and ctx.return_lse:
             batch, rows, heads, _ = shape
             dlse = torch.zeros((batch, heads, rows), device=device)
-        bits = (WANT_Q, WANT_K, WANT_V, WANT_BIAS, WANT_SINKS, WANT_SCALE)
         needs = ctx.needs_input_grad[3:]
-        wanted = sum(bit for bit, needed in zip(bits, needs, strict=True) if needed)
+        wanted = sum(bit for bit, needed in zip(WANT_BITS, needs, strict=True) if needed)
         if wanted & WANT_BIAS and any(bias.stride(i) == 0 and bias.shape[i] > 1 for i in range(3)):
             options = options._replace(bias=bias.contiguous())
         grads = ctx.method.backward(state, dout, dlse, options, wanted)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewise import _ops, _torch
-from tilewise._options import WANT_K, WANT_Q, WANT_V
+from tilewise._options import WANT_QKV
 from tilewise._request import Request, Sequences, Shard
-
-_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 class Call(NamedTuple):
@@ -67,7 +65,7 @@ def backward(
     q, k, v, options = _prepared(query, key, value, call, Cache(), state.view(torch.int64))
     dout, out = (_ops.contiguous_columns(x) for x in (dout, out))
     grads = torch.ops.tilewise.backward(
-        dout, None, q, k, v, out, lse.contiguous(), *options, _WANT_QKV
+        dout, None, q, k, v, out, lse.contiguous(), *options, WANT_QKV
     )
     return tuple(_stored(*pair) for pair in zip(grads, (query, key, value), strict=False))
 
@@ -141,13 +139,15 @@ def forward_operator(
 
 def forward_into_operator(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None, max_q: int, max_k: int, _dropout_p: float, is_causal: bool,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     _return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``aten::_flash_attention_forward_no_dropout_inplace``."""
+    if dropout_p:
+        raise ValueError(f"dropout_p is {dropout_p}, but must be 0: the operator has no dropout")
     call = Call(
         cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, scale, window_size_left,
         window_size_right,

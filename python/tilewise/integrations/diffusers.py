@@ -29,12 +29,11 @@ from diffusers.models import attention_dispatch
 from torch import Tensor
 
 from tilewise import _ops, _torch
-from tilewise._options import WANT_K, WANT_Q, WANT_V
+from tilewise._options import WANT_QKV
 from tilewise._request import Request
+from tilewise.integrations._masks import as_bias
 
 NAME = "tilewise"
-
-_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 def attention(
@@ -96,10 +95,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     if mask.shape == (query.shape[0], key.shape[1]):  # [batch, keys]
         mask = mask[:, None, None]
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        return torch.where(mask, zero, -torch.inf)
-    return mask if mask.dtype in (torch.float32, query.dtype) else mask.to(query.dtype)
+    return as_bias("attn_mask", mask, query)
 
 
 # --- context parallelism: the forward and the backward of one rank's rows and some keys -----------
@@ -155,7 +151,7 @@ def _backward_op(
     q, k, v, options = _prepared(query, key, value, *ctx.options)
     grad_out, out = (_ops.contiguous_columns(x) for x in (grad_out, out))
     lse = lse.float().transpose(1, 2).contiguous()
-    grads = torch.ops.tilewise.backward(grad_out, None, q, k, v, out, lse, *options, _WANT_QKV)
+    grads = torch.ops.tilewise.backward(grad_out, None, q, k, v, out, lse, *options, WANT_QKV)
     return grads[:3]
 
 

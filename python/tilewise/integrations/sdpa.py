@@ -16,13 +16,13 @@ kernels compute float64 and ``return_debug_mask``.
 ``aten::_flash_attention_forward`` and its backward run on Tilewise as well, on CUDA and also on the
 CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
 
-With dropout, a forward and its backward must run on the same implementation.
+With dropout, a forward and its backward must run on the same implementation, so the arguments that
+only PyTorch's kernels compute need a dropout_p of 0.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,16 +35,16 @@ import torch
 from torch import Tensor
 from torch.nn import attention as _registry
 
-from tilewise import _torch
+from tilewise import _ops, _torch
 from tilewise._check import MAX_HEAD_DIM
-from tilewise._options import WANT_K, WANT_Q, WANT_V
+from tilewise._options import WANT_QKV
 from tilewise._request import Request
 from tilewise.integrations import _flash_attention
+from tilewise.integrations._masks import as_bias
 
 NAME = "tilewise"
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WANT_QKV = WANT_Q | WANT_K | WANT_V
 
 
 class Call(NamedTuple):
@@ -85,9 +85,9 @@ def backward(
     q, k, v, options = _prepared(query, key, value, call)
     if options.dropout_p:
         options = options._replace(dropout_state=state.view(torch.int64))
-    dout, out = (_columns(x.transpose(1, 2)) for x in (dout, out))
+    dout, out = (_ops.contiguous_columns(x.transpose(1, 2)) for x in (dout, out))
     grads = torch.ops.tilewise.backward(
-        dout, None, q, k, v, out, lse.contiguous(), *options, _WANT_QKV
+        dout, None, q, k, v, out, lse.contiguous(), *options, WANT_QKV
     )
     dq, dk, dv = (  # PyTorch's gradients on the CPU are always stored rows first
         _stored(grad, x, x.is_cuda and _by_heads(x))
@@ -105,25 +105,12 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, call: Call) -> _torch.P
             if mask is not None and mask.shape[-1] != 1:
                 mask = mask[..., :rows]
         window = (None, max(rows - keys, 0))
-    request = Request(
-        window=window, scale=call.scale, dropout_p=call.dropout_p, bias=_bias(mask, query)
-    )
+    bias = as_bias("attn_mask", mask, query)
+    request = Request(window=window, scale=call.scale, dropout_p=call.dropout_p, bias=bias)
     if _by_heads(query):  # then PyTorch's output is stored in the same order
         return _torch.prepare_dense(query, key, value, "bhsd", request)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _torch.prepare_dense(q, k, v, "bshd", request)
-
-
-def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), -math.inf)
-    return mask if mask.dtype in (torch.float32, query.dtype) else mask.to(query.dtype)
-
-
-def _columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_heads(x: Tensor) -> bool:
@@ -246,19 +233,25 @@ def _with_fallback(name: str, ours: Callable[..., Any], original: Any) -> Callab
     positional, known = _parameters(ours)
     names = {x: i for i, x in enumerate(positional)}
     debug = names.get("return_debug_mask", len(names))
+    dropout = names.get("dropout_p", len(names))
     warned = False
 
     def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal warned
         tensor = arguments[0]
         unknown = sorted(options.keys() - known)
-        if (
-            not unknown
-            and tensor.dtype in _DTYPES
-            and tensor.shape[-1] <= MAX_HEAD_DIM
-            and arguments[debug : debug + 1] != (True,)
-        ):
+        # A backward does not get these arguments, so it would run here, with other dropout bits.
+        debugging = any(arguments[debug : debug + 1])
+        of_forward = [*unknown, *(["return_debug_mask"] if debugging else [])]
+        is_ours = tensor.dtype in _DTYPES and tensor.shape[-1] <= MAX_HEAD_DIM
+        if is_ours and not of_forward:
             return ours(*arguments, **options)
+        if is_ours and any(arguments[dropout : dropout + 1]):
+            raise NotImplementedError(
+                f"aten::{name} is called with dropout_p {arguments[dropout]} and "
+                f"{', '.join(of_forward)}, which only PyTorch's kernel computes, and its dropout "
+                "has other bits than the backward of Tilewise: dropout_p must be 0"
+            )
         if unknown and not warned:
             warned = True
             warnings.warn(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewise import _check, masks
+from tilewise._describe import OptionalFields
 from tilewise._request import Request, Sequences
 
 from ._problem import Problem
@@ -59,7 +60,8 @@ def int32(name: str, value: Any, dims: tuple[int | None, ...]) -> jax.Array:
 def _float32(name: str, value: Any) -> jax.Array:
     array = as_array(name, value)
     if str(array.dtype) not in _FLOATS:
-        raise TypeError(f"{name} has dtype {array.dtype}, but must be float32")
+        allowed = "float32, float16 or bfloat16"
+        raise TypeError(f"{name} has dtype {array.dtype}, but must be {allowed}")
     return array.astype(jnp.float32)
 
 
@@ -144,7 +146,7 @@ def problem(
     request: Request,
     dropout_seed: Any = None,
     heads_first: bool = False,
-    **numbers: int,
+    **numbers: Any,
 ) -> Problem:
     """The problem of the arrays, to which this adds those of the options.
 
@@ -161,17 +163,8 @@ def problem(
     heads = q.shape[1] if heads_first else q.shape[-2]
     heads_kv = k.shape[1] if heads_first else k.shape[-2]
     left, right = _check.window_bounds(request.causal, request.window)
-    if request.alibi_slopes is not None:
-        arrays["alibi_slopes"] = _float32("alibi_slopes", request.alibi_slopes)
-        _check.alibi(arrays["alibi_slopes"], batch, heads)
-    if request.sinks is not None:
-        arrays["sinks"] = _float32("sinks", request.sinks)
-        _check.shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
-    for name in ("k_descale", "v_descale"):
-        if getattr(request, name) is not None:
-            factors = _float32(name, getattr(request, name))
-            _check.descale(name, factors, _check.is_float8(k.dtype), batch, heads_kv)
-            arrays[name] = jnp.broadcast_to(factors, (batch, heads_kv))
+    sizes = (batch, heads, heads_kv)
+    arrays |= _check.per_head(request, _float32, jnp.broadcast_to, k.dtype, sizes)
     if request.mask is not None:
         row = 2 if heads_first else 1
         lengths = (q.shape[row], k.shape[row]) if q.ndim == 4 else None
@@ -181,9 +174,7 @@ def problem(
     if dropout_p > 0.0:
         arrays["dropout_state"] = dropout_state(dropout_seed)
     scale = _scale(request.scale, q.shape[-1], arrays)
-    return Problem(
-        options=tuple(name for name in arrays if name not in ("q", "k", "v")),
-        heads_first=heads_first,
+    fields = OptionalFields(
         scale=scale,
         window_left=left,
         window_right=right,
@@ -194,3 +185,5 @@ def problem(
         batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         **numbers,
     )
+    options = tuple(name for name in arrays if name not in ("q", "k", "v"))
+    return Problem(options, fields, heads_first)

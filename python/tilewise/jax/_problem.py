@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tilewise import _abi, _describe
 from tilewise._check import is_float8
-from tilewise._describe import View
+from tilewise._describe import OptionalFields, View
 from tilewise._library import c_library
 
 # While a struct is described, the pointer of buffer i is (i + 1) * _BUFFER. Planning reads
@@ -36,21 +36,8 @@ class Problem(NamedTuple):
     """Everything about a call except its arrays. Primitives take it as a static parameter."""
 
     options: tuple[str, ...]  # the given arrays besides q, k and v: fields of OptionalFields
+    numbers: OptionalFields  # whose arrays are None here
     heads_first: bool = False
-    scale: float = 1.0
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    num_splits: int = 0
-    deterministic: bool = False
-    tf32: bool = False
-    batch_invariant: bool = False
-    mask_heads: int = 0  # of a mask of blocks, as are the next two
-    mask_rows: int = 0
-    mask_keys: int = 0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -158,11 +145,10 @@ def _views(shapes: Shapes, heads_first: bool, shift: int) -> dict[str, View]:
 
 
 def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: int) -> Any:
-    known = problem._asdict() | {name: views[name] for name in problem.options}
-    del known["options"], known["heads_first"]
     bias = given.get("bias")
-    optional = _describe.OptionalFields(
-        **known,
+    arrays: dict[str, Any] = {name: views[name] for name in problem.options}
+    optional = problem.numbers._replace(
+        **arrays,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
         kv_float8=is_float8(given["k"].dtype),
     )

@@ -14,11 +14,12 @@ require_version("tilewise.serving", "transformers")
 
 from .engine import Completion, Engine, OverloadedError
 from .pages import PagePool
-from .sampling import Logprobs, SamplingParams
+from .sampling import MAX_LOGPROBS, Logprobs, SamplingParams
 from .sequence import Output
 from .service import Service, ServiceClosedError
 
 __all__ = [
+    "MAX_LOGPROBS",
     "Completion",
     "Engine",
     "Logprobs",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise import _check
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # alternatives to a token
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ struct Backward : BackwardScratch {
     lanes.fill(p, s, task.kv_head, tiling.at(tile), S.panel);
     const int64_t used = round_up(lanes.count, S.panel);
     const Range rows_of_tile = {lanes.row[0], lanes.row[lanes.count - 1] + 1};
-    row_mask.begin(p, s, task.kv_head, rows_of_tile, {0, s.band.keys});
+    if (p.lse_low != nullptr)  // sees_one_key asks only then
+      row_mask.begin(p, s, task.kv_head, rows_of_tile, {0, s.band.keys});
     nonfinite_q_count = pack_queries(q_t, q_rows, p.q, nonfinite_q);
     nonfinite_do_count = pack_douts(do_t, do_rows, task.incoming.dout, nonfinite_do);
     for (int64_t lane = 0; lane < used; ++lane) {

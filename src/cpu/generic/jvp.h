@@ -257,12 +257,12 @@ struct Jvp : JvpScratch {
   TILEWISE_FN void run() {
     begin();
     const Tiling tiling{s.band.keys, S.strip};
-    const Range tiles = tiling.touching(lanes.all_lanes_any(S.panel));
-    for (int64_t j = tiles.begin; j < tiles.end; ++j) {
+    const TileWalk walk = lane_mask.walk(lanes, S.panel, tiling, lanes.all_lanes_any(S.panel));
+    for (int64_t j = walk.first(); j < walk.end(); j = walk.after(j)) {
       const Range keys = tiling.at(j);
       load_tile(keys);
       for (int64_t i = 0; i < used_panels(); ++i) {
-        const Coverage coverage = lane_mask.of_panel(lanes, i, S.panel, keys);
+        const Coverage coverage = walk.of(j, i);
         if (!lanes.panel_sees(i, keys) || coverage == Coverage::none) continue;
         // On the diagonal a panel stops at the last key that it sees.
         step(i, {keys.begin, min(keys.end, lanes.any[i].end)}, coverage == Coverage::partial);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import tilewise
 from tilewise import _ops, _plain, _torch
 from tilewise._request import Request
 
+from .._masks import as_bias
 from ._compact import Band, CompactMask
 from ._packing import packed_boundaries
 
@@ -326,21 +326,6 @@ def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
             f"{[batch, keys]}"
         )
     return mask.bool().reshape(mask.shape[0], 1, 1, mask.shape[-1])
-
-
-def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as numbers to add to the scores: True becomes 0, and False minus infinity."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=q.dtype, device=q.device)
-        return torch.where(mask, zero, -math.inf)
-    if not mask.is_floating_point():
-        raise ValueError(
-            f"{name} has dtype {mask.dtype}, but must be boolean (True: seen) or floating point "
-            "(added to the scores)"
-        )
-    return mask if mask.dtype in (torch.float32, q.dtype) else mask.float()
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -70,7 +70,7 @@ def _attention(
             "an attention class of the model passes is_causal=True, but tilewise supports such "
             'classes only without causality: load the model with attn_implementation="sdpa"'
         )
-    from ._attention import as_bias
+    from .._masks import as_bias
 
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     bias = as_bias("attn_mask", attn_mask, query)
