@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _block_lists
+from . import _block_lists, _trapezoids
 from ._block_lists import BLOCK, FULL, PARTIAL, Lists, Strip, blocks_of
 from ._check import is_tensor
 from ._mask import Array, Mask, host, int32, rebuilt
@@ -28,8 +28,10 @@ __all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
 class _Combining(Mask):
     """Masks that ``&`` and ``|`` combine."""
 
-    def __and__(self, other: Any) -> Blocks:
-        """The pairs that both masks show. At least one of them must be ``Blocks``."""
+    def __and__(self, other: Any) -> Any:
+        """The pairs that both masks show."""
+        if isinstance(self, Ranges) and isinstance(other, Ranges):
+            return self._common(other)
         return _combined(self, other, np.logical_and, "&")
 
     def __or__(self, other: Any) -> Any:
@@ -220,26 +222,28 @@ class Ranges(_Combining):
         return total
 
     def _joined(self, other: Ranges) -> Ranges:
-        if self.batch != other.batch and 1 not in (self.batch, other.batch):
-            raise ValueError(
-                f"masks of {self.batch} and {other.batch} sequences cannot be joined: both must "
-                "have the same number, or one of them 1"
-            )
-        batch = max(self.batch, other.batch)
-        if batch == 1 and is_tensor(self.entries) and is_tensor(other.entries):
-            import torch
+        if self.batch == other.batch == 1 and is_tensor(self.entries) and is_tensor(other.entries):
+            import torch  # no read from a device
 
-            entries: Any = torch.cat([self.entries, other.entries])
-            first: Any = self.first + other.first
-            return rebuilt(Ranges, [entries, first], ())
-        parts, counts = [], [0]
-        hosts = [(host(m.entries), host(m.first), m.batch) for m in (self, other)]
-        for b in range(batch):
-            for entries_of, first, sequences in hosts:
-                at = 0 if sequences == 1 else b
-                parts.append(entries_of[first[at] : first[at + 1]])
-            counts.append(counts[-1] + len(parts[-1]) + len(parts[-2]))
-        mask = rebuilt(Ranges, [np.concatenate(parts), np.array(counts, np.int32)], ())
+            entries = torch.cat([self.entries, other.entries])
+            return rebuilt(Ranges, [entries, self.first + other.first], ())
+        return self._by_sequence(other, lambda a, b: np.concatenate([a, b]))
+
+    def _common(self, other: Ranges) -> Ranges:
+        def common(a: Array, b: Array) -> Array:
+            both = _trapezoids.intersection(*map(_trapezoids.of_ranges, (a, b)))
+            return _trapezoids.to_ranges(both)
+
+        return self._by_sequence(other, common)
+
+    def _by_sequence(self, other: Ranges, combine: Callable[[Array, Array], Array]) -> Ranges:
+        batch = _common_count("batch", self, other)
+        sides = []
+        for m in (self, other):
+            entries, first = host(m.entries), host(m.first)
+            sides.append([entries[first[b] : first[b + 1]] for b in range(m.batch)])
+        pairs = (tuple(side[b % len(side)] for side in sides) for b in range(batch))
+        mask = rebuilt(Ranges, list(_trapezoids.lists([combine(*pair) for pair in pairs])), ())
         device = next((m.entries.device for m in (self, other) if is_tensor(m.entries)), None)
         return mask if device is None else mask.to(device)
 
@@ -447,21 +451,9 @@ def _from_strips(strip: Strip, like: Mask, rows: int, keys: int) -> Blocks:
 def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str) -> Blocks:
     if not isinstance(b, Mask):
         raise TypeError(f"the right side of {sign} is a {type(b).__name__}, but must be a mask")
-    sized = next((m for m in (a, b) if isinstance(m, Blocks)), None)
-    if sized is None:
-        raise TypeError(
-            f"Ranges {sign} Ranges is not Ranges: convert one by .blocks(seqlen_q, seqlen_k) first"
-        )
+    sized = next(m for m in (a, b) if isinstance(m, Blocks))
     rows, keys = sized.rows, sized.keys
-    sizes = []
-    for name in ("batch", "heads"):
-        counts = {getattr(m, name) for m in (a, b)}
-        if len(counts - {1}) > 1:
-            raise ValueError(
-                f"the masks have {name} {min(counts)} and {max(counts)}, but must have the same, "
-                "or one of them 1"
-            )
-        sizes.append(max(counts))
+    sizes = [_common_count(name, a, b) for name in ("batch", "heads")]
     for m in (a, b):
         m._shape(rows, keys)
     strips = [(m.on_host()._strip(keys), m.batch > 1, m.heads > 1) for m in (a, b)]
@@ -477,6 +469,17 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
     mask = Blocks(*lists, rows=rows, keys=keys, heads=sizes[1])
     array = sized.first
     return mask.to(array.device) if is_tensor(array) else mask
+
+
+def _common_count(name: str, a: Mask, b: Mask) -> int:
+    """The batch or heads of two masks that are combined."""
+    counts = sorted(getattr(m, name) for m in (a, b))
+    if counts[0] not in (1, counts[1]):
+        raise ValueError(
+            f"the masks have {name} {counts[0]} and {counts[1]}, but must have the same, or one of "
+            "them 1"
+        )
+    return int(counts[1])
 
 
 def _kind_numbers(kinds: Any, count: int) -> Any:

@@ -63,6 +63,35 @@ def test_ranges_show_the_pairs_of_their_rectangles(rectangles):
             assert tile.all() if state == 2 else m is mask or not tile.all()
 
 
+@seed(2)
+@settings(max_examples=60, deadline=None, database=None)
+@given(left=RECTANGLES, right=RECTANGLES)
+def test_ranges_are_closed_under_and_and_or(left, right):
+    sides = [[(*q, *k, kind) for q, k, kind in side] for side in (left, right)]
+    a, b = (masks.Ranges(*([r[i] for r in side] for i in range(3))) for side in (left, right))
+    want_a, want_b = (mask_cases.dense_of_ranges(side, 290, 260) for side in sides)
+    both, either = a & b, a | b
+    assert isinstance(both, masks.Ranges) and isinstance(either, masks.Ranges)
+    assert np.array_equal(both.to_bool(290, 260)[0, 0], want_a & want_b)
+    assert np.array_equal(either.to_bool(290, 260)[0, 0], want_a | want_b)
+    assert len(both.entries) <= 3 * len(left) * len(right)
+    tilewise.attention(*(np.zeros((1, 300, 1, 8), np.float32) for _ in range(3)), mask=both)
+
+
+def test_an_intersection_is_a_few_ranges_per_sequence():
+    length, document = 2**17, 512
+    starts = torch.arange(0, length + 1, document, dtype=torch.int32)
+    window = masks.Ranges([[0, 256], [256, length]], [[0, 256], [0, length]], ["causal", "both"])
+    packed = masks.Ranges.documents(starts) & window
+    assert torch.is_tensor(packed.entries) and len(packed.entries) <= 3 * 256
+    pairs = 256 * sum(min(row + 1, 257) for row in range(document))
+    assert packed.density() == pytest.approx(pairs / length**2)
+    prefixes = masks.Ranges.prefixes([3, 100], 300) & masks.Ranges.documents(STARTS)
+    assert prefixes.batch == 2 and len(prefixes.entries) <= 12
+    want = masks.Ranges.prefixes([3, 100], 300).to_bool() & masks.Ranges.documents(STARTS).to_bool()
+    assert np.array_equal(prefixes.to_bool(300, 300), want)
+
+
 def test_arrays_in_any_order_of_memory_make_the_same_mask():
     begins, ends = np.array([0, 10, 30], np.int32), np.array([10, 30, 45], np.int32)
     spans = np.stack([begins, ends], axis=1)
@@ -310,10 +339,11 @@ def test_every_row_of_the_page_shows_the_same_pairs(capsys):
         (lambda: masks.from_bool(np.zeros((2, 2, 2), bool)), ValueError, "dense has shape"),
         (lambda: masks.from_flex(None, score_mod=causal), ValueError, "softcap, alibi_slopes"),
         (lambda: masks.from_flex(3), TypeError, "block_mask is a int"),
+        (lambda: masks.Ranges([], []) & 3, TypeError, "the right side of & is a int"),
         (
-            lambda: masks.Ranges([], []) & masks.Ranges([], []),
-            TypeError,
-            "& Ranges is not Ranges: convert one",
+            lambda: masks.Ranges.prefixes([1, 2], 9) | masks.Ranges.prefixes([1, 2, 3], 9),
+            ValueError,
+            "the masks have batch 2 and 3",
         ),
         (lambda: masks.from_bool(np.ones((9, 9), bool)).tiles(8), ValueError, "seqlen_q is 8"),
     ],
