@@ -33,8 +33,7 @@ WANTED = (
     "tilewise/lib/libtilewise_torch.so",
     "tilewise/lib/libtilewise_jax.so",
     "tilewise/lib/cmake/tilewise/tilewise-config.cmake",
-    "tilewise/include/tilewise/tilewise.h",
-    "tilewise/include/tilewise/tilewise.hpp",
+    *(f"tilewise/{header.relative_to(ROOT)}" for header in ROOT.glob("include/tilewise/*")),
     "tilewise/cli/provenance.json",
 )
 UNWANTED = re.compile(r"\.(cu|cuh|o|a|cpp|pyc|map|s)$|^tests/|/build/")

@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = ROOT / "include" / "tilewise" / "tilewise.h"
+HEADERS = ROOT / "include" / "tilewise"
+# The order of the headers in the C reference, by their stems.
+ORDER = ("types", "mask", "attention", "append", "info", "version")
 
 # Pages outside of docs/, and their place on the site.
 OUTSIDE = {
@@ -99,11 +101,15 @@ def plain(comment: str) -> str:
 
 
 def c_reference() -> str:
-    """The declarations of the C ABI with their comments, in the order of the header."""
-    text = HEADER.read_text()
+    """The declarations of the C ABI with their comments, one header after the other."""
+    texts = {header.stem: header.read_text() for header in HEADERS.glob("*.h")}
+    text = texts.pop("tilewise")
     introduction = plain(text[text.index("/*") : text.index("*/") + 2]).split("\n\n", 2)[-1]
     parts = [f"# C reference\n\n`#include <tilewise/tilewise.h>`\n\n{introduction}\n"]
-    for match in DECLARATION.finditer(text, text.index('extern "C" {')):
+    declarations = "".join(
+        texts[name].partition('extern "C" {')[2] for name in sorted(texts, key=ORDER.index)
+    )
+    for match in DECLARATION.finditer(declarations):
         name = match["type"] or match["callback"] or match["function"]
         comment = plain(match["comment"]) + "\n\n" if match["comment"] else ""
         parts.append(f"## {name}\n\n{comment}```c\n{match['code'].strip()}\n```\n")

@@ -20,7 +20,7 @@ _MANY_BYTES = 2**30
 
 
 class Lists(NamedTuple):
-    """The arrays of a mask of blocks; see ``tilewise_mask`` in tilewise.h."""
+    """The arrays of a mask of blocks; see ``tilewise_mask`` in mask.h."""
 
     first: Array  # int32 [lists + 1]
     entries: Array  # int32 [n, 3]

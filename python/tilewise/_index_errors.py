@@ -14,7 +14,7 @@ class IndexFault:
     """An entry of an index tensor that is out of range for its call.
 
     Attributes:
-        tensor: The name of the tensor in ``tilewise.h`` ("cu_seqlens_q", "seqused_k",
+        tensor: The name of the tensor in the C ABI ("cu_seqlens_q", "seqused_k",
             "block_table", ...), or of the bound that a length exceeds ("max_seqlen_q",
             "max_seqlen_k", "rotary_rows").
         index: The sequence of the entry; for a cu_seqlens, the index of the entry itself.

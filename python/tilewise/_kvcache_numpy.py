@@ -29,7 +29,7 @@ from ._request import Request
 
 
 class KvAppend(ctypes.Structure):
-    """``tilewise_kv_append`` of the C ABI; a test compares it with the header."""
+    """``tilewise_kv_append`` of the C ABI; a test compares it with append.h."""
 
     _fields_: ClassVar[_abi._Fields] = [
         ("struct_size", c_uint32),

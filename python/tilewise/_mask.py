@@ -49,7 +49,7 @@ class Mask:
         return tuple(getattr(self, name) for name in self._NUMBERS)
 
     def arguments(self) -> list[Any]:
-        """The arrays in the order of ``tilewise_mask`` (tilewise.h): first, entries, bits."""
+        """The arrays in the order of ``tilewise_mask`` (mask.h): first, entries, bits."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, int]:

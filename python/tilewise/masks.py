@@ -20,7 +20,7 @@ from ._block_lists import BLOCK, FULL, PARTIAL, Lists, Strip, blocks_of
 from ._check import is_tensor
 from ._mask import Array, Mask, host, int32, rebuilt
 
-KINDS = ("full", "causal", "inverse_causal", "both")  # numbered as in tilewise.h
+KINDS = ("full", "causal", "inverse_causal", "both")  # numbered as in the C ABI
 
 __all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
 

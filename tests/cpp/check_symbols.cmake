@@ -1,6 +1,7 @@
 # Checks the symbols of the binaries with nm.
 #
-#   LIBRARY, HEADER     the shared library has exactly the functions that the header declares
+#   LIBRARY, HEADERS    the shared library has exactly the functions that the headers of this folder
+#                       declare
 #   OBJECTS (a|b|...)   an object of one instruction set defines its table and nothing else: a weak
 #                       symbol (an inline function that was not inlined) could be taken by the
 #                       linker for the whole library, and a machine without the instruction set
@@ -21,8 +22,13 @@ function(global_symbols result)
   set(${result} "${symbols}" PARENT_SCOPE)
 endfunction()
 
-file(READ "${HEADER}" header)
-string(REGEX MATCHALL "TILEWISE_API[^(;]*\\(" declarations "${header}")
+file(GLOB headers "${HEADERS}/*.h")
+set(declarations "")
+foreach(header IN LISTS headers)
+  file(READ "${header}" text)
+  string(REGEX MATCHALL "TILEWISE_API[^(;]*\\(" found "${text}")
+  list(APPEND declarations ${found})
+endforeach()
 set(declared "")
 foreach(declaration IN LISTS declarations)
   string(REGEX MATCH "(tilewise_[a-z_]+)\\($" matched "${declaration}")

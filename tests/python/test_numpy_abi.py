@@ -1,4 +1,4 @@
-"""The ctypes structures match the header: names, order and types."""
+"""The ctypes structures match the headers: names, order and types."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 from tilewise import _abi
 
-HEADER = (Path(__file__).parents[2] / "include/tilewise/tilewise.h").read_text()
-CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+HEADERS = sorted((Path(__file__).parents[2] / "include/tilewise").glob("*.h"))
+TEXT = "".join(header.read_text() for header in HEADERS)
+CODE = re.sub(r"/\*.*?\*/", "", TEXT, flags=re.S)
 
 SCALARS = {
     "uint32_t": ctypes.c_uint32,
@@ -54,7 +55,7 @@ def fields_of(name):
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_structure_matches_the_header(name):
+def test_structure_matches_the_headers(name):
     wanted = fields_of(name)
     given = STRUCTURES[name]._fields_
     assert [field for field, _ in given] == [field for field, _ in wanted]

@@ -22,7 +22,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class KvAppend(ctypes.Structure):
-    """The structure tilewise_kv_append of tilewise.h."""
+    """The structure tilewise_kv_append of append.h."""
 
     _fields_ = [
         *_fields(ctypes.c_uint32, "struct_size"),
