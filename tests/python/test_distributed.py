@@ -22,14 +22,17 @@ import yardstick  # noqa: E402
 from bounds import check_gradients, check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat, float64  # noqa: E402
 from distributed_ranks import CUDA, Pool, device  # noqa: E402
-from strategies import cases  # noqa: E402
-from tilewise import _torch  # noqa: E402
+from strategies import cases, masked  # noqa: E402
+from tilewise import _torch, masks  # noqa: E402
 from tilewise.distributed.layout import packed_runs, runs_of  # noqa: E402
 
 METHODS, LAYOUTS = ("ulysses", "allgather"), ("zigzag", "contiguous")
 CAUSAL = (-1, 0)
 BASE = Case(rows=(29, 29), keys=(29, 29), heads_kv=2, group=2, head_dim=16, head_dim_v=16,
             dlse=True, seed=1)  # fmt: skip
+# Causal documents, a band, an inverse causal corner, and a rectangle that ends beyond the rows.
+RANGES = (((0, 7, 0, 7, 1), (7, 29, 7, 29, 1), (2, 19, 1, 24, 3), (11, 25, 0, 9, 2),
+           (20, 60, 3, 5, 0)),)  # fmt: skip
 CASES = {
     "full": {},
     "causal": {"window": CAUSAL},
@@ -62,6 +65,15 @@ CASES = {
     "bias_rows": {"bias": "r", "bias_hides": True},
     "bias_heads": {"bias": "bh"},
     "bias_keys": {"bias": "", "window": (7, 2)},
+    "ranges": {"mask_ranges": RANGES},
+    "ranges_of_sequences": {"mask_ranges": (RANGES[0], ((0, 9, 3, 20, 3), (9, 29, 0, 29, 2)))},
+    "ranges_window": {"mask_ranges": RANGES, "window": (12, 3), "sinks": True, "alibi": "h"},
+    "ranges_bf16_dropout": {"mask_ranges": RANGES, "dropout_p": 0.3, "dtype": "bf16"},
+    "no_ranges": {"mask_ranges": ((), RANGES[0]), "bias": "hr"},
+    "blocks": {"mask_blocks": "", "keys": (150, 150), "rows": (140, 140)},
+    "blocks_of_heads": {"mask_blocks": "h", "window": (40, 0), "heads_kv": 1, "group": 5},
+    "blocks_of_all": {"mask_blocks": "bh", "rows": (139, 139), "keys": (137, 137)},
+    "blocks_of_sequences": {"mask_blocks": "b", "heads_kv": 3, "group": 2, "keys": (37, 37)},
     "idle_ranks": {
         "heads_kv": 1, "group": 2, "bias": "hr", "sinks": True, "scale_ptr": True, "scale": 0.3,
         "rows": (2, 2), "window": CAUSAL,
@@ -89,6 +101,19 @@ def cuts(c: Case) -> tuple[list[int] | None, list[int] | None]:
     return (ends(c.rows), ends(c.keys)) if c.varlen_q else (None, None)
 
 
+def mask_of(b: Built) -> masks.Mask | None:
+    """The mask of the case, as tensors."""
+    if b.case.mask_ranges is not None:
+        ends = np.cumsum([0, *map(len, b.case.mask_ranges)])
+        e = np.array([r for own in b.case.mask_ranges for r in own], np.int32).reshape(-1, 5)
+        mask: masks.Mask = masks.Ranges(e[:, :2], e[:, 2:4], e[:, 4], starts=ends)
+    elif b.mask is not None:
+        mask = masks.from_bool(b.mask)
+    else:
+        return None
+    return mask.to(device())
+
+
 def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     """This rank's leaves q, k, v, and its options, with leaves for what is differentiable."""
     c = b.case
@@ -107,6 +132,7 @@ def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     if b.bias is not None:
         rows = td.shard(b.bias, 2, **where) if "r" in c.bias else b.bias
         options["bias"] = rows
+    options["mask"] = mask_of(b)
     for name in ("scale", "sinks", "bias"):
         if torch.is_tensor(options.get(name)):
             options[name] = options[name].detach().clone().to(device()).requires_grad_()
@@ -231,6 +257,13 @@ PACKED = {
     "other_keys": {"keys": (4, 30, 0, 9, 2, 25), "window": CAUSAL, "sinks": True},
     "other_keys_full": {"keys": (4, 30, 0, 9, 2, 25)},
     "short": {"rows": (1, 0, 2, 1), "keys": (1, 3, 2, 0), "window": (2, 1)},
+    "ranges": {"mask_ranges": RANGES},
+    "ranges_of_sequences": {
+        "mask_ranges": tuple(RANGES[0][i:] for i in range(6)), "window": (9, 2), "sinks": True,
+        "keys": (4, 30, 0, 9, 2, 25),
+    },
+    "blocks": {"mask_blocks": "h", "heads_kv": 3, "group": 1},
+    "blocks_of_all": {"mask_blocks": "bh", "window": CAUSAL, "keys": (4, 30, 0, 9, 2, 25)},
     "nothing": {"rows": (0, 0), "keys": (0, 0), "window": CAUSAL, "dlse": False},
     "alibi": {"alibi": "bh", "window": CAUSAL},
     "alibi_full": {"alibi": "bh", "keys": (4, 30, 0, 9, 2, 25)},
@@ -256,7 +289,7 @@ def test_packed_sequences(pool, world):
 
 RANDOM = dict(
     case=st.sampled_from(["fp32", "fp32", "bf16", "fp16"]).flatmap(
-        lambda dtype: cases(dtype, small=True)
+        lambda dtype: st.one_of(cases(dtype, small=True), masked(dtype, small=True))
     ),
     world=st.sampled_from([1, 2, 3, 4]).map(
         lambda n: min(n, torch.cuda.device_count()) if CUDA else n
@@ -265,6 +298,13 @@ RANDOM = dict(
     layout=st.sampled_from(LAYOUTS),
 )
 REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def with_possible_mask(case: Case) -> Case:
+    """Without a mask of no sequences, or of blocks without rows or keys."""
+    if case.mask_blocks is not None and 0 in (sum(case.rows), sum(case.keys)):
+        case = replace(case, mask_blocks=None)
+    return replace(case, mask_ranges=case.mask_ranges or None)
 
 
 @given(**RANDOM)
@@ -277,6 +317,7 @@ def test_random_problems(pool, case, world, method, layout):
         varlen_q=False, varlen_k=False, tail_q=0, tail_k=0, page_size=0, share_pages=False,
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
+    case = with_possible_mask(case)
     check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
 
 
@@ -289,6 +330,7 @@ def test_random_packed_problems(pool, case, world, method, layout):
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0, bias=None,
         bias_hides=False,
     )  # fmt: skip
+    case = with_possible_mask(case)
     check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
 
 

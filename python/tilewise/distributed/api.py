@@ -26,7 +26,8 @@ def attention(
     window: Window = (None, None), scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
-    k_descale: Any = None, v_descale: Any = None, reduce_replicated: bool = False,
+    k_descale: Any = None, v_descale: Any = None, mask: Any = None,
+    reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of one batch of sequences whose rows are sharded across a group.
 
@@ -56,6 +57,7 @@ def attention(
             unsharded call after the ``torch.manual_seed`` of rank 0.
         k_descale: Must be None with several ranks, which take no float8 keys.
         v_descale: The same.
+        mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
         reduce_replicated: Give scale, sinks and a bias of one row the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
@@ -69,7 +71,7 @@ def attention(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
     if ranks.world == 1:
@@ -93,7 +95,7 @@ def attention_varlen(
     causal: bool = False, window: Window = (None, None), scale: Any = None, softcap: float = 0.0,
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
-    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
     reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of packed sequences of different lengths, each sharded across ranks.
@@ -116,6 +118,7 @@ def attention_varlen(
         bias: Must be None with several ranks.
         alibi_slopes: float32 [heads_q] or [sequences, heads_q].
         dropout_p: As in ``attention``; not with method "allgather".
+        mask: One of ``tilewise.masks``, in which rows and keys are counted within a sequence.
 
     Returns:
         This rank's rows of out [rows of this rank, heads_q, head_dim_v]; with return_lse also of
@@ -128,7 +131,7 @@ def attention_varlen(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)

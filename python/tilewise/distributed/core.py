@@ -7,7 +7,7 @@ tensors that it has received.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .._options import (
     Options,
     contiguous_columns,
 )
+
+if TYPE_CHECKING:  # masks need NumPy
+    from .mask_parts import MaskPart, WholeMask
 
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
@@ -47,7 +50,18 @@ class Method(Protocol):
 
 
 class Local:
-    """The operator, with the options of one call of a larger problem."""
+    """The operator, with the options of one call of a larger problem and its part of the mask."""
+
+    def __init__(self, mask: MaskPart | None = None) -> None:
+        self._mask = mask
+
+    def _given(self, options: Options, q: Tensor) -> Options:
+        """The options of this call for the heads of q."""
+        options = self.options(options)
+        if self._mask is None:
+            return options
+        starts = options.cu_seqlens_q
+        return self._mask.given(options, q, q.shape[0] if starts is None else len(starts) - 1)
 
     def options(self, options: Options) -> Options:
         """The options of this call; those per head have been sliced already."""
@@ -59,7 +73,7 @@ class Local:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
-        options = self.options(options)
+        options = self._given(options, q)
         q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
         out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
         return Result(out, lse[0], [q, k, v, out, lse])
@@ -71,8 +85,13 @@ class Local:
         if dlse is not None:
             dlse = contiguous_columns(dlse)
         dout = contiguous_columns(dout)
-        grads = _ops.call_backward(dout, dlse, *state, *self.options(options), wanted)
+        grads = _ops.call_backward(dout, dlse, *state, *self._given(options, state[0]), wanted)
         return [x if wanted & bit else None for x, bit in zip(grads, WANT_BITS, strict=True)]
+
+
+def part_of(mask: WholeMask | None, places: Any, device: torch.device) -> MaskPart | None:
+    """``WholeMask.part``, or None without a mask."""
+    return None if mask is None else mask.part(places, device)
 
 
 def of_heads(options: Options, begin: int, end: int) -> Options:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._options import Options
-from .core import Local, diagonals, with_diagonal
+from .core import Local, diagonals, part_of, with_diagonal
 from .keys import AllCalls, Bounds, Call, calls_of, visible_pairs
 from .layout import Runs, lengths
+
+if TYPE_CHECKING:
+    from .mask_parts import MaskPart, WholeMask
 
 
 class DenseCall(Local):
     """A call of some rows over the keys that they see."""
 
-    def __init__(self, call: Call, diagonal: Tensor | None) -> None:
+    def __init__(self, call: Call, diagonal: Tensor | None, mask: MaskPart | None) -> None:
+        super().__init__(mask)
         self._call, self._diagonal = call, diagonal
 
     def options(self, options: Options) -> Options:
@@ -37,7 +41,8 @@ class DenseCut(NamedTuple):
     key_runs: tuple[Runs, ...]
     window: Bounds
     sequences: int
-    by_place: bool  # whether scores or dropout depend on the places of rows and keys
+    by_place: bool  # whether scores, dropout or a mask depend on the places of rows and keys
+    mask: WholeMask | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -57,21 +62,25 @@ class DenseCut(NamedTuple):
             for runs in self.row_runs
         ]
 
-    def whole(self, _device: torch.device) -> Local:
+    def whole(self, device: torch.device) -> Local:
         """The call of all rows."""
-        return Local()
+        return Local(part_of(self.mask, None, device))
 
     def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         """The runs of keys and the calls of each rank."""
         size_q, size_k = sum(self.rows), sum(self.keys)
         calls = tuple(
-            calls_of(runs, size_q, size_k, self.window, self.by_place) for runs in self.row_runs
+            calls_of(runs, size_q, size_k, self.window, self.by_place, self.mask)
+            for runs in self.row_runs
         )
         return self.key_runs, calls
 
     def local(self, rank: int, device: torch.device) -> list[Local]:
         """The calls of a rank."""
         return [
-            DenseCall(call, diagonals((call.span.diagonal,) * self.sequences, device))
+            DenseCall(
+                call, diagonals((call.span.diagonal,) * self.sequences, device),
+                part_of(self.mask, (call.place,), device),
+            )
             for call in self.calls()[1][rank]
-        ]
+        ]  # fmt: skip

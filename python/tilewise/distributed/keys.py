@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from .exchange import Piece, Table, table_of
 from .layout import Run, Runs, length
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from .mask_parts import WholeMask
 
 Bounds: TypeAlias = tuple[int | None, int | None]  # a window
 
@@ -32,8 +35,8 @@ class Span(NamedTuple):
     diagonal: int
 
 
-def span_of(run: Run, size_q: int, size_k: int, window: Bounds) -> Span:
-    """The keys of a run of rows.
+def span_of(run: Run, size_q: int, size_k: int, window: Bounds, seen: Run | None = None) -> Span:
+    """The keys of a run of rows; a mask shows none outside of `seen`.
 
     Row i of the whole sequence is aligned with key i + size_k - size_q. A call over the keys before
     `end` aligns the last row of the run with key end - 1 instead. With a causal mask that is the
@@ -45,6 +48,10 @@ def span_of(run: Run, size_q: int, size_k: int, window: Bounds) -> Span:
     if end <= 0 or run[0] == run[1]:
         return Span(0, 0, 0)
     begin = 0 if left is None else max(0, run[0] + size_k - size_q - left)
+    if seen is not None:
+        begin, end = max(begin, seen[0]), min(end, seen[1])
+        if begin >= end:
+            return Span(0, 0, 0)
     return Span(min(begin, end), end, aligned - end)
 
 
@@ -74,11 +81,18 @@ class Call(NamedTuple):
     span: Span
     first: int  # the first row, in the whole sequence
 
+    @property
+    def place(self) -> tuple[Run, Run]:
+        """The rows and keys within the whole sequence."""
+        rows = self.first, self.first + self.rows[1] - self.rows[0]
+        return rows, (self.span.begin, self.span.end)
+
 
 @lru_cache(maxsize=1024)
 def calls_of(
-    runs: Runs, size_q: int, size_k: int, window: Bounds, by_place: bool
-) -> tuple[Call, ...]:
+    runs: Runs, size_q: int, size_k: int, window: Bounds, by_place: bool,
+    mask: WholeMask | None = None,
+) -> tuple[Call, ...]:  # fmt: skip
     """The calls of a rank with these runs of rows: one per run, or only one if there is no
     window and scores do not depend on the place of a row (`by_place`).
     """
@@ -88,7 +102,8 @@ def calls_of(
     for begin, end in runs:
         rows = (at, at + end - begin)
         at = rows[1]
-        result.append(Call(rows, span_of((begin, end), size_q, size_k, window), begin))
+        seen = None if mask is None else mask.seen((begin, end), size_k)
+        result.append(Call(rows, span_of((begin, end), size_q, size_k, window, seen), begin))
     return tuple(result)
 
 

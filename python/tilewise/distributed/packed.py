@@ -13,16 +13,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._options import Options
-from .core import Gradients, Local, Result, diagonals, with_diagonal
+from .core import Gradients, Local, Result, diagonals, part_of, with_diagonal
 from .keys import AllCalls, Bounds, Call, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
+
+if TYPE_CHECKING:
+    from .mask_parts import MaskPart, WholeMask
 
 
 def chunks_of(rank: int, layout: str, world: int) -> tuple[int, ...]:
@@ -52,6 +55,7 @@ class PackedCut(NamedTuple):
     world: int
     window: Bounds
     by_place: bool  # as in ``DenseCut``
+    mask: WholeMask | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -207,7 +211,8 @@ def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
                 continue
             span, key = Span(0, size_k, 0), 0
             if cut.by_place or cut.window != (None, None):
-                span, key = span_of(run, size_q, size_k, cut.window), number
+                seen = None if cut.mask is None else cut.mask.seen(run, size_k, sequence)
+                span, key = span_of(run, size_q, size_k, cut.window, seen), number
             call = calls.setdefault(key, ChunkCall({}, {}, {}, (count, 0)))
             call.rows.setdefault(sequence, []).append(run)
             call.diagonals[sequence] = span.diagonal
@@ -260,8 +265,9 @@ class PackedCall(Local):
     def __init__(
         self, rows: tuple[int, ...] | None, keys: tuple[int, ...], starts_q: Starts,
         starts_k: Starts, device: torch.device, diagonal: Tensor | None = None,
-        all_keys: int | None = None,
+        all_keys: int | None = None, mask: MaskPart | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(mask)
         self._rows = None if rows is None else Order(rows, len(rows), device)
         self._keys = Order(keys, len(keys) if all_keys is None else all_keys, device)
         self._diagonal = diagonal
@@ -314,7 +320,8 @@ class PackedCall(Local):
 @lru_cache(maxsize=32)
 def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
     q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
-    return PackedCall(q, k, cut.starts_q, cut.starts_k, device)
+    mask = part_of(cut.mask, None, device)
+    return PackedCall(q, k, cut.starts_q, cut.starts_k, device, mask=mask)
 
 
 @lru_cache(maxsize=32)
@@ -347,9 +354,14 @@ def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
         index += list(_keys_between(begin, end, size, count, sequence, begins))
         cu_k.append(cu_k[-1] + end - begin)
     moved = tuple(call.diagonals.get(sequence, 0) for sequence in range(len(sizes)))
-    return PackedCall(
-        None, tuple(index), tuple(cu_q), tuple(cu_k), device, diagonals(moved, device), at
+    places = tuple(
+        (call.rows.get(sequence, [(0, 0)])[0], call.keys.get(sequence, (0, 0)))
+        for sequence in range(len(sizes))
     )
+    return PackedCall(
+        None, tuple(index), tuple(cu_q), tuple(cu_k), device, diagonals(moved, device), at,
+        part_of(cut.mask, places, device),
+    )  # fmt: skip
 
 
 def _keys_between(

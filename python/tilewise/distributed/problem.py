@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _check, _torch
+from .._options import Options
 from .._request import Request
 from . import cost
 from .agreement import Call, agree
@@ -21,6 +22,9 @@ from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
 from .packed import PackedCut
 from .ranks import Ranks, all_gather, sum_dtype
 from .transport import VARIABLE as TRANSPORT
+
+if TYPE_CHECKING:
+    from .mask_parts import WholeMask
 
 METHODS = ("ulysses", "allgather")
 BOTH = "ulysses+allgather"  # of a mesh of two dimensions
@@ -142,7 +146,7 @@ def prepare(
         _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
-            q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0)
+            q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
         if bias is not None:
@@ -150,6 +154,7 @@ def prepare(
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
+        _check_mask(request.mask, tensors[0], tensors[0].shape[0])
         same = _same(local[0], request, (options.window_left, options.window_right))
         same |= {
             "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
@@ -162,6 +167,10 @@ def prepare(
     q, k, v, bias = local[0]
     rows = _runs("q", [row[0] for row in numbers], layout)
     keys = _runs("k and v", [row[1] for row in numbers], layout)
+    if request.mask is not None:
+        from .. import masks  # needs NumPy
+
+        masks.check(request.mask, q.shape[0], q.shape[2], (sum(lengths(rows)), sum(lengths(keys))))
     has_rows = _bias_has_rows(bias, [row[2] for row in numbers], rows, sum(lengths(keys)))
     left, right = _check.window_bounds(request.causal, request.window)
     request = request._replace(
@@ -173,7 +182,10 @@ def prepare(
             scale=_reduced(request.scale, ranks, "scale"),
         )
         bias = bias if has_rows else _reduced(bias, ranks, "bias")
-    cut = DenseCut(tuple(rows), tuple(keys), request.window, q.shape[0], _by_place(request))
+    cut = DenseCut(
+        tuple(rows), tuple(keys), request.window, q.shape[0], _by_place(request), _mask_of(request)
+    )
+    request = request._replace(mask=None)
     return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0], grid)
 
 
@@ -200,11 +212,12 @@ def prepare_varlen(
                 "cu_seqlens_q"
             )
         _check.dropout(request.dropout_p)
-        cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request))
         tensors = _torch._autocast(q, k, v, None)[:3]
         _torch.check_tensors(*tensors)
         _check.varlen(*tensors, False)
         _torch.score_options(tensors[0], len(starts[0]) - 1, request._replace(dropout_p=0.0))
+        _check_mask(request.mask, tensors[0], len(starts[0]) - 1)
+        cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
             if x.shape[0] != counts[ranks.rank]:
                 raise ValueError(
@@ -222,7 +235,7 @@ def prepare_varlen(
         return Call(same)
 
     agree(ranks, "attention_varlen", describe)
-    request = request._replace(causal=False, window=window)
+    request = request._replace(causal=False, window=window, mask=None)
     if reduce_replicated:
         request = request._replace(
             sinks=_reduced(request.sinks, ranks, "sinks"),
@@ -241,7 +254,20 @@ def _short(starts: Starts) -> str:
 
 
 def _by_place(request: Request) -> bool:
-    return request.alibi_slopes is not None or request.dropout_p > 0.0
+    return request.alibi_slopes is not None or request.dropout_p > 0.0 or request.mask is not None
+
+
+def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
+    if mask is not None:
+        _torch._with_mask(Options(), q, batch, mask, None)
+
+
+def _mask_of(request: Request) -> WholeMask | None:
+    if request.mask is None:
+        return None
+    from .mask_parts import whole_mask  # needs NumPy
+
+    return whole_mask(request.mask)
 
 
 def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
@@ -256,8 +282,6 @@ def _refuse(q: Any, k: Any, v: Any, request: Request) -> None:
                 f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
                 f"{name}.to_local()"
             )
-    if request.mask is not None:
-        raise ValueError("mask is given, but no method takes one over several ranks")
     for name in ("k_descale", "v_descale"):
         if getattr(request, name) is not None:
             raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
@@ -293,6 +317,7 @@ def _same(
     scale = request.scale
     same["scale"] = "a tensor" if isinstance(scale, Tensor) else repr(scale)
     same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
+    same["mask"] = str(_mask_of(request))
     for name in ("softcap", "dropout_p", "return_lse", "deterministic", "tf32", "batch_invariant"):
         same[name] = str(getattr(request, name))
     return same

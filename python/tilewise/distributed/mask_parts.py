@@ -1,0 +1,259 @@
+"""The parts of a mask that the calls of a rank need: some rows, some keys, some heads.
+
+Every rank has the whole mask. Its host cuts the rows and keys of each call out of it once, and
+keeps the part for later calls with an equal mask. A mask on a GPU is copied to the host for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import _block_lists, _torch
+from .._block_lists import BLOCK, Strip, blocks_of
+from .._mask import Array, Mask, rebuilt
+from .._options import Options
+from ..masks import Blocks, Ranges
+from .layout import Run
+
+Place: TypeAlias = tuple[Run, Run]  # rows and keys, counted within the whole sequence
+_CAUSAL, _INVERSE = 1, 2  # bits of the kind of a rectangle
+
+
+class WholeMask:
+    """A mask of whole sequences on the host; equal if the contents are."""
+
+    def __init__(self, mask: Any) -> None:
+        self.mask = mask.on_host()
+        _check_entries(self.mask)
+        digest = hashlib.blake2b(repr((type(mask), self.mask._numbers())).encode(), digest_size=16)
+        for array in self.mask._arrays():
+            digest.update(repr(array.shape).encode())
+            digest.update(np.ascontiguousarray(array).data)
+        self.digest = digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WholeMask) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"{type(self.mask).__name__} with hash {self.digest[:16]}"
+
+    def seen(self, run: Run, keys: int, sequence: int | None = None) -> Run:
+        """An interval of keys outside of which the rows see none, of a sequence or of all."""
+        if self.mask.batch == 1 or sequence is None:
+            lists = range(self.mask.batch)
+        else:
+            lists = range(sequence, sequence + 1)
+        hull = _seen_by_ranges if isinstance(self.mask, Ranges) else _seen_by_blocks
+        low, high = hull(self.mask, run, lists)
+        low, high = max(low, 0), min(high, keys)
+        return (low, high) if low < high else (0, 0)
+
+    def part(self, places: tuple[Place, ...] | None, device: torch.device) -> MaskPart | None:
+        """The mask at the place of a call, or at those of its sequences; None: at all places.
+
+        A call without rows or keys has none.
+        """
+        return _part(self, places, device)
+
+
+# By mask: the versions of its tensors, and the mask on the host.
+_known: weakref.WeakKeyDictionary[Any, tuple[list[int], WholeMask]] = weakref.WeakKeyDictionary()
+
+
+def whole_mask(mask: Any) -> WholeMask:
+    """The mask on the host, which is copied and hashed once."""
+    versions = [
+        x._version for x in mask._arrays() if isinstance(x, Tensor) and not x.is_inference()
+    ]
+    known = _known.get(mask)
+    if known is None or known[0] != versions:
+        _known[mask] = known = (versions, WholeMask(mask))
+    return known[1]
+
+
+def _check_entries(mask: Any) -> None:
+    """Refuses arrays that the host cannot cut: the kernels refuse the same ones."""
+    first, e, count = mask.first, mask.entries, len(mask.entries)
+    if first[0] != 0 or (np.diff(first) < 0).any() or first[-1] > count:
+        raise ValueError(
+            f"mask.first is {np.array2string(first, threshold=9, separator=', ')}, but must begin "
+            f"with 0, not decrease and end with at most the number of entries, {count}"
+        )
+    if isinstance(mask, Ranges):
+        good = (e[:, [0, 2]] >= 0) & (e[:, [1, 3]] >= e[:, [0, 2]])
+        good &= ((e[:, 4] >= 0) & (e[:, 4] <= (_CAUSAL | _INVERSE)))[:, None]
+        allowed = "0 <= row begin <= row end, 0 <= key begin <= key end and a kind from 0 to 3"
+    else:
+        good = ((e[:, 0] >= 0) & (e[:, 0] < e[:, 1]) & (e[:, 2] < len(mask.bits)))[:, None]
+        good &= (e[:, 1] <= blocks_of(mask.keys))[:, None]
+        allowed = (
+            f"0 <= block begin < block end <= {blocks_of(mask.keys)} and bits below "
+            f"{len(mask.bits)}"
+        )
+    bad = np.flatnonzero(~good.all(axis=1))
+    if len(bad):
+        raise ValueError(f"mask.entries[{bad[0]}] is {e[bad[0]].tolist()}, but must have {allowed}")
+
+
+def _entries(mask: Any, lists: range, per_list: int) -> Array:
+    """The entries of some sequences, each of which has `per_list` lists."""
+    first = mask.first
+    entries: Array = mask.entries[first[lists.start * per_list] : first[lists.stop * per_list]]
+    return entries.astype(np.int64)
+
+
+def _seen_by_ranges(mask: Any, run: Run, lists: range) -> Run:
+    e = _cut_rows(_entries(mask, lists, 1), run)
+    return (int(e[:, 2].min()), int(e[:, 3].max())) if len(e) else (0, 0)
+
+
+def _seen_by_blocks(mask: Any, run: Run, lists: range) -> Run:
+    if run[0] >= min(run[1], mask.rows):
+        return 0, 0
+    first = mask.first.astype(np.int64)
+    shape = (mask.batch, mask.heads, blocks_of(mask.rows))
+    rows = slice(run[0] // BLOCK, blocks_of(min(run[1], mask.rows)))
+    begins, ends = (
+        x.reshape(shape)[lists.start : lists.stop, :, rows].ravel() for x in (first[:-1], first[1:])
+    )
+    some = begins < ends
+    if not some.any():
+        return 0, 0
+    low = mask.entries[begins[some], 0].min()
+    return int(low) * BLOCK, min(int(mask.entries[ends[some] - 1, 1].max()) * BLOCK, mask.keys)
+
+
+# --- parts of some rows and keys ------------------------------------------------------------------
+
+
+def _cut_rows(entries: Array, run: Run) -> Array:
+    """The parts of rectangles in the run of rows, without those that show nothing there.
+
+    The last row of a causal rectangle sees up to its last key, and the first row of an inverse
+    causal one from its first key on, so these ends move with the rows.
+    """
+    q0, q1, k0, k1, kind = entries.T
+    begin, end = np.maximum(q0, run[0]), np.minimum(q1, run[1])
+    k0 = np.where(kind & _INVERSE, k0 + begin - q0, k0)
+    k1 = np.where(kind & _CAUSAL, k1 - (q1 - end), k1)
+    cut = np.stack([begin, end, k0, k1, kind], axis=1)
+    return cut[(begin < end) & (k0 < k1)]
+
+
+def _cut_keys(entries: Array, keys: Run) -> Array:
+    """The parts of rectangles in the interval of keys.
+
+    The rows of an inverse causal rectangle that see from before the interval on become one of
+    their own, which has no such limit. Keys beyond the interval are beyond those of the call, which
+    ignores them.
+    """
+    q0, q1, k0, _, kind = entries.T
+    early = np.where(kind & _INVERSE, np.clip(q0 + keys[0] - k0, q0, q1), q1)
+    before, after = entries.copy(), entries.copy()
+    before[:, 1], after[:, 0] = early, early
+    before[:, 3] = np.where(kind & _CAUSAL, before[:, 3] - (q1 - early), before[:, 3])
+    after[:, 2] = np.where(kind & _INVERSE, k0 + early - q0, k0)
+    before[:, 4] &= ~_INVERSE
+    parts = np.concatenate([before, after])  # without an inverse causal limit, all rows are before
+    parts[:, 2] = np.maximum(parts[:, 2], keys[0])
+    shown = (parts[:, 0] < parts[:, 1]) & (parts[:, 2] < np.minimum(parts[:, 3], keys[1]))
+    return parts[shown]
+
+
+def _part_of_ranges(mask: Any, places: tuple[Place, ...]) -> Any:
+    """The rectangles in the rows and keys of each sequence, or of all of them."""
+    sequences = range(max(mask.batch, len(places)))
+    parts, first = [], [0]
+    for sequence in sequences:
+        rows, keys = places[sequence if len(places) > 1 else 0]
+        at = sequence if mask.batch > 1 else 0
+        e = _cut_keys(_cut_rows(_entries(mask, range(at, at + 1), 1), rows), keys)
+        e[:, 0:2] -= rows[0]
+        e[:, 2:4] -= keys[0]
+        parts.append(e)
+        first.append(first[-1] + len(e))
+    entries = np.concatenate(parts).astype(np.int32)
+    return rebuilt(Ranges, [entries, np.array(first, np.int32)], ())
+
+
+def _part_of_blocks(mask: Any, places: tuple[Place, ...]) -> Any:
+    """The same of blocks, which are cut anew: their edges move with the rows and keys."""
+    whole = mask._strip(mask.keys)
+    rows, keys = (max(end - begin for begin, end in ends) for ends in zip(*places, strict=True))
+
+    def strip(sequence: int, head: int, begin: int, end: int) -> Array:
+        tile = np.zeros((end - begin, keys), bool)
+        (first, last), (low, high) = places[sequence if len(places) > 1 else 0]
+        first, last = first + begin, min(first + end, last, mask.rows)
+        high = min(high, mask.keys)
+        if first < last and low < high:
+            at = sequence if mask.batch > 1 else 0
+            tile[: last - first, : high - low] = _rows(whole, at, head, first, last)[:, low:high]
+        return tile
+
+    batch = max(mask.batch, len(places))
+    lists = _block_lists.build(strip, batch, mask.heads, rows, keys)
+    return rebuilt(Blocks, list(lists), (rows, keys, mask.heads))
+
+
+def _rows(strip: Strip, sequence: int, head: int, begin: int, end: int) -> Array:
+    """Rows of a mask of blocks, from any row on."""
+    first = begin // BLOCK * BLOCK
+    strips = [strip(sequence, head, at, min(at + BLOCK, end)) for at in range(first, end, BLOCK)]
+    return np.concatenate(strips)[begin - first :]
+
+
+class MaskPart:
+    """The part of a mask that a call needs, for all heads."""
+
+    def __init__(self, mask: Any, device: torch.device) -> None:
+        self._mask, self._device = mask, device
+        self._of_heads: dict[tuple[int, int], Mask] = {}
+
+    def given(self, options: Options, q: Tensor, batch: int) -> Options:
+        """The options with the mask of the heads of q, which begin with options.head_offset."""
+        heads = (options.head_offset, options.head_offset + q.shape[-2])
+        if self._mask.heads == 1:
+            heads = (0, 1)
+        if heads not in self._of_heads:
+            self._of_heads[heads] = _heads_of(self._mask, heads).to(self._device)
+        return _torch._with_mask(options, q, batch, self._of_heads[heads], None)
+
+
+def _heads_of(mask: Any, heads: Run) -> Any:
+    """The mask of some of the heads."""
+    if mask.heads == heads[1] - heads[0]:
+        return mask
+    rows = blocks_of(mask.rows)
+    first, entries = [np.zeros(1, np.int64)], []
+    for sequence in range(mask.batch):
+        begin, end = ((sequence * mask.heads + head) * rows for head in heads)
+        own = mask.first[begin : end + 1].astype(np.int64)
+        first.append(own[1:] - own[0] + first[-1][-1])
+        entries.append(mask.entries[own[0] : own[-1]])
+    arrays = [np.concatenate(first).astype(np.int32), np.concatenate(entries), mask.bits]
+    return rebuilt(Blocks, arrays, (mask.rows, mask.keys, heads[1] - heads[0]))
+
+
+@lru_cache(maxsize=64)
+def _part(
+    whole: WholeMask, places: tuple[Place, ...] | None, device: torch.device
+) -> MaskPart | None:
+    if places is None:
+        return MaskPart(whole.mask, device)
+    if not places or any(
+        max(end - begin for begin, end in ends) == 0 for ends in zip(*places, strict=True)
+    ):
+        return None
+    part = _part_of_ranges if isinstance(whole.mask, Ranges) else _part_of_blocks
+    return MaskPart(part(whole.mask, places), device)
