@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _block_lists, _torch
+from .. import _block_lists, _torch, _trapezoids
 from .._block_lists import BLOCK, Strip, blocks_of
 from .._mask import Array, Mask, rebuilt
 from .._options import Options
-from ..masks import Blocks, Ranges
+from ..masks import KINDS, Blocks, Ranges
 from .layout import Run
 
 Place: TypeAlias = tuple[Run, Run]  # rows and keys, counted within the whole sequence
-_CAUSAL, _INVERSE = 1, 2  # bits of the kind of a rectangle
 
 
 class WholeMask:
@@ -91,7 +90,7 @@ def _check_entries(mask: Any) -> None:
         )
     if isinstance(mask, Ranges):
         good = (e[:, [0, 2]] >= 0) & (e[:, [1, 3]] >= e[:, [0, 2]])
-        good &= ((e[:, 4] >= 0) & (e[:, 4] <= (_CAUSAL | _INVERSE)))[:, None]
+        good &= ((e[:, 4] >= 0) & (e[:, 4] < len(KINDS)))[:, None]
         allowed = "0 <= row begin <= row end, 0 <= key begin <= key end and a kind from 0 to 3"
     else:
         good = ((e[:, 0] >= 0) & (e[:, 0] < e[:, 1]) & (e[:, 2] < len(mask.bits)))[:, None]
@@ -109,11 +108,17 @@ def _entries(mask: Any, lists: range, per_list: int) -> Array:
     """The entries of some sequences, each of which has `per_list` lists."""
     first = mask.first
     entries: Array = mask.entries[first[lists.start * per_list] : first[lists.stop * per_list]]
-    return entries.astype(np.int64)
+    return entries
+
+
+def _cut(entries: Array, rows: Run, keys: Run) -> Array:
+    """The parts of ranges in some rows and keys, as ranges."""
+    place = _trapezoids.trapezoid(rows, keys)
+    return _trapezoids.to_ranges(_trapezoids.intersection(_trapezoids.of_ranges(entries), place))
 
 
 def _seen_by_ranges(mask: Any, run: Run, lists: range) -> Run:
-    e = _cut_rows(_entries(mask, lists, 1), run)
+    e = _cut(_entries(mask, lists, 1), run, (0, _trapezoids.UNBOUNDED))
     return (int(e[:, 2].min()), int(e[:, 3].max())) if len(e) else (0, 0)
 
 
@@ -133,57 +138,16 @@ def _seen_by_blocks(mask: Any, run: Run, lists: range) -> Run:
     return int(low) * BLOCK, min(int(mask.entries[ends[some] - 1, 1].max()) * BLOCK, mask.keys)
 
 
-# --- parts of some rows and keys ------------------------------------------------------------------
-
-
-def _cut_rows(entries: Array, run: Run) -> Array:
-    """The parts of rectangles in the run of rows, without those that show nothing there.
-
-    The last row of a causal rectangle sees up to its last key, and the first row of an inverse
-    causal one from its first key on, so these ends move with the rows.
-    """
-    q0, q1, k0, k1, kind = entries.T
-    begin, end = np.maximum(q0, run[0]), np.minimum(q1, run[1])
-    k0 = np.where(kind & _INVERSE, k0 + begin - q0, k0)
-    k1 = np.where(kind & _CAUSAL, k1 - (q1 - end), k1)
-    cut = np.stack([begin, end, k0, k1, kind], axis=1)
-    return cut[(begin < end) & (k0 < k1)]
-
-
-def _cut_keys(entries: Array, keys: Run) -> Array:
-    """The parts of rectangles in the interval of keys.
-
-    The rows of an inverse causal rectangle that see from before the interval on become one of
-    their own, which has no such limit. Keys beyond the interval are beyond those of the call, which
-    ignores them.
-    """
-    q0, q1, k0, _, kind = entries.T
-    early = np.where(kind & _INVERSE, np.clip(q0 + keys[0] - k0, q0, q1), q1)
-    before, after = entries.copy(), entries.copy()
-    before[:, 1], after[:, 0] = early, early
-    before[:, 3] = np.where(kind & _CAUSAL, before[:, 3] - (q1 - early), before[:, 3])
-    after[:, 2] = np.where(kind & _INVERSE, k0 + early - q0, k0)
-    before[:, 4] &= ~_INVERSE
-    parts = np.concatenate([before, after])  # without an inverse causal limit, all rows are before
-    parts[:, 2] = np.maximum(parts[:, 2], keys[0])
-    shown = (parts[:, 0] < parts[:, 1]) & (parts[:, 2] < np.minimum(parts[:, 3], keys[1]))
-    return parts[shown]
-
-
 def _part_of_ranges(mask: Any, places: tuple[Place, ...]) -> Any:
     """The rectangles in the rows and keys of each sequence, or of all of them."""
     sequences = range(max(mask.batch, len(places)))
-    parts, first = [], [0]
+    parts = []
     for sequence in sequences:
         rows, keys = places[sequence if len(places) > 1 else 0]
         at = sequence if mask.batch > 1 else 0
-        e = _cut_keys(_cut_rows(_entries(mask, range(at, at + 1), 1), rows), keys)
-        e[:, 0:2] -= rows[0]
-        e[:, 2:4] -= keys[0]
-        parts.append(e)
-        first.append(first[-1] + len(e))
-    entries = np.concatenate(parts).astype(np.int32)
-    return rebuilt(Ranges, [entries, np.array(first, np.int32)], ())
+        shown = _cut(_entries(mask, range(at, at + 1), 1), rows, keys)
+        parts.append(shown - np.array([rows[0], rows[0], keys[0], keys[0], 0], np.int32))
+    return rebuilt(Ranges, list(_trapezoids.lists(parts)), ())
 
 
 def _part_of_blocks(mask: Any, places: tuple[Place, ...]) -> Any:
