@@ -29,6 +29,13 @@ def trapezoid(
     return np.array([[*rows, *keys, low, high]], np.int64)
 
 
+def rectangles(rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> Set:
+    """The rectangles of spans of rows and of keys: [n, 2] each, or [2] for the same in all."""
+    rows, keys = np.broadcast_arrays(rows, keys)
+    whole = np.broadcast_to(np.array([-UNBOUNDED, UNBOUNDED]), rows.shape)
+    return np.concatenate([rows, keys, whole], axis=1)
+
+
 def of_ranges(entries: npt.NDArray[np.int32]) -> Set:
     """The trapezoids of ranges int32 [n, 5]: row begin and end, key begin and end, kind."""
     first_row, end_row, first_key, end_key, kind = entries.astype(np.int64).T

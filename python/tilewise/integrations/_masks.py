@@ -1,9 +1,14 @@
-"""Masks as other packages pass them: tensors of pairs, as a bias."""
+"""Masks as other packages pass them: tensors of pairs, as a bias; and where masks are data."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def computes_masks(device: torch.device) -> bool:
+    """Whether ``attention`` takes ``mask`` on this device: so far on CPUs only."""
+    return device.type == "cpu"
 
 
 def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -173,7 +173,7 @@ def _boundaries_by_positions(
     if compact is None:
         if mask is not None:
             return None
-    elif compact.visible is not None or compact.spans is not None or compact.boundaries is not None:
+    elif not compact.is_band():
         return None
     return packed_boundaries(kwargs["position_ids"], query.shape[2], compact is not None)
 
@@ -188,7 +188,7 @@ def _fast_path(
     """
     first = end = rows = None
     if mask is not None:
-        if mask.terms.flagged or mask.boundaries is not None:
+        if mask.terms.flagged or mask.boundaries is not None or mask.entries is not None:
             return None
         if mask.spans is not None:
             first, end, rows = mask.spans
@@ -268,14 +268,15 @@ def _compactly_masked(
     if flagged:
         assert mask.visible is not None
         bias = _sum(bias, as_bias("attention_mask", mask.visible[:, None, None], q))
-    if spans is None:
+    if spans is None and mask.entries is None:
         return tilewise.attention(
             q, k, v, causal=band.causal, window=band.window, bias=bias, **options
         )
-    first, end, rows = spans
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
-    prepared = prepared._replace(leftpad_k=first, seqused_k=end, seqused_q=rows)
+    if spans is not None:
+        prepared = prepared._replace(leftpad_k=spans[0], seqused_k=spans[1], seqused_q=spans[2])
+    prepared = prepared._replace(mask_entries=mask.entries, mask_first=mask.first)
     return _ops.forward(q, k, v, prepared)[0]
 
 
@@ -344,7 +345,7 @@ def _packed(
     A mask that Transformers made from position_ids describes the same sequences, and is ignored.
     """
     redundant = mask is None or (
-        isinstance(mask, CompactMask) and mask.spans is None and mask.visible is None
+        isinstance(mask, CompactMask) and (mask.boundaries is not None or mask.is_band())
     )
     if not redundant or position_bias is not None:
         name = "position_bias" if position_bias is not None else "attention_mask"

@@ -1,4 +1,4 @@
-"""Masks that are stored as a description: padding, spans, boundaries and a band.
+"""Masks that are stored as a description: padding, spans, boundaries and a band; or ranges.
 
 To a model, a ``CompactMask`` is the dense mask [batch, 1, rows, keys] of eager attention: 0 where a
 row sees a key, and the most negative number elsewhere. It has the shape and dtype of that mask, and
@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilewise import masks
 from tilewise._check import UNBOUNDED, Window
+from tilewise._mask import rebuilt
+
+from .._masks import computes_masks
 
 _aten = torch.ops.aten
 _is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -56,6 +60,9 @@ class CompactMask(Tensor):
             each sequence, whose last row is aligned with the last key. None means all rows and
             keys, with the last row aligned with the last key.
         boundaries: int32 [sequences + 1], of sequences that are packed end to end into the rows.
+        entries: int32 [n, 5], the ranges of ``masks.Ranges``. A mask of ranges has no other
+            tensor than `first`, and its band is unlimited. None means another kind of mask.
+        first: int32 [batch + 1], the first range of each sequence.
         offset: int [], position of row 0 among the keys. None means keys - rows.
         placeholder: [0], only if all tensors above are None, because a compiled graph needs one.
     """
@@ -64,6 +71,8 @@ class CompactMask(Tensor):
     visible: Tensor | None
     spans: Tensor | None
     boundaries: Tensor | None
+    entries: Tensor | None
+    first: Tensor | None
     offset: Tensor | None
     placeholder: Tensor | None
     _dense: list[Tensor]  # the dense mask once an operation has needed it; aliases share the list
@@ -88,6 +97,8 @@ class CompactMask(Tensor):
         visible: Tensor | None = None,
         spans: Tensor | None = None,
         boundaries: Tensor | None = None,
+        entries: Tensor | None = None,
+        first: Tensor | None = None,
         offset: Tensor | None = None,
         placeholder: Tensor | None = None,
     ) -> None:
@@ -95,11 +106,23 @@ class CompactMask(Tensor):
         self.visible = visible
         self.spans = spans
         self.boundaries = boundaries
+        self.entries = entries
+        self.first = first
         self.offset = offset
-        if visible is spans is boundaries is offset is placeholder is None:
+        if visible is spans is boundaries is entries is offset is placeholder is None:
             placeholder = torch.empty(0, device=terms.device)
         self.placeholder = placeholder
         self._dense = []
+
+    def is_band(self) -> bool:
+        """Whether the band alone is the mask."""
+        return self.visible is self.spans is self.boundaries is self.entries is None
+
+    def ranges(self) -> masks.Ranges | None:
+        """The ranges of a mask that is made of these."""
+        if self.entries is None:
+            return None
+        return rebuilt(masks.Ranges, [self.entries, self.first], ())
 
     # --- the dense mask ---------------------------------------------------------------------------
 
@@ -128,6 +151,9 @@ class CompactMask(Tensor):
             segment = torch.bucketize(token, self.boundaries[1:], right=True)
             segment = segment.view(batch, 1, rows)
             seen = seen & (segment[..., None] == segment[:, :, None])
+        ranges = self.ranges()
+        if ranges is not None:
+            seen = seen & torch.from_numpy(ranges.to_bool(rows, keys))
         if self.visible is not None:
             seen = seen & self.visible[:, None, None]
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -183,7 +209,9 @@ class CompactMask(Tensor):
             return self._copy(shared=False)
         if operator is _aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
-            if dtype.is_floating_point and kwargs.get("layout") in (None, torch.strided):
+            takes_ranges = self.entries is None or computes_masks(device)
+            strided = kwargs.get("layout") in (None, torch.strided)
+            if dtype.is_floating_point and strided and takes_ranges:
                 return self._copy(dtype, device, kwargs.get("non_blocking", False), shared=False)
         return None
 
@@ -216,7 +244,7 @@ class CompactMask(Tensor):
                 "an attention mask of tilewise was written to and is then passed to a compiled "
                 "graph, but only an unchanged mask is allowed: pass mask.clone()"
             )
-        names = ("visible", "spans", "boundaries", "offset", "placeholder")
+        names = ("visible", "spans", "boundaries", "entries", "first", "offset", "placeholder")
         return [name for name in names if getattr(self, name) is not None], self.terms
 
     @staticmethod

@@ -7,6 +7,7 @@ the pattern is recognised, and the mask of eager attention otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from .._masks import computes_masks
 from ._compact import Band, CompactMask, Terms
 from ._packing import begin_forward, values_are_unavailable
+from ._ranges import View, captured, ranges_of
 
 _CAUSAL, _FULL = Band(True), Band(False)
 
@@ -75,6 +78,8 @@ def create_mask(
             pattern = _pattern(mask_function)
         if pattern is not None:
             mask = _compact(call, pattern, attention_mask)
+    if mask is None:
+        mask = _of_ranges(call, mask_function, attention_mask)
     if mask is not None:
         return mask
     dense = masking_utils.eager_mask(
@@ -120,9 +125,8 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
         )
     if attention_mask is None:
         return CompactMask(shape, terms, **parts)
-    padding = masking_utils.prepare_padding_mask(attention_mask, keys, kv_offset)
-    assert padding is not None
-    visible = padding[:, kv_offset : kv_offset + keys]
+    visible = _visible(attention_mask, keys, kv_offset)
+    assert visible is not None
     if visible.shape[0] != batch:
         return None
     if values_are_unavailable(attention_mask, q_offset):
@@ -137,6 +141,30 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     else:
         terms = terms._replace(flagged=True)
     return CompactMask(shape, terms, **parts)
+
+
+def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask as ranges, or None if it has none or they are not computed on this device."""
+    batch, rows, keys, q_offset, kv_offset, dtype, device = call
+    if not computes_masks(device) or values_are_unavailable(attention_mask, q_offset):
+        return None
+    visible = _visible(attention_mask, keys, kv_offset)
+    if visible is not None and visible.shape[0] != batch:
+        return None
+    view = View(batch, rows, keys, int(q_offset), kv_offset)
+    arrays = ranges_of(function, view, visible)
+    shape = (batch, 1, rows, keys)
+    if arrays is None or arrays[0].nbytes >= math.prod(shape) * dtype.itemsize:
+        return None  # no ranges, or more bytes of them than of the dense mask
+    entries, first = map(torch.from_numpy, arrays)
+    terms = Terms(_FULL, dtype, device, torch.finfo(dtype).min)
+    return CompactMask(shape, terms, entries=entries, first=first)
+
+
+def _visible(attention_mask: Tensor | None, keys: int, kv_offset: int) -> Tensor | None:
+    """The keys of the mask that are not padding, bool [batch, keys]; None without padding."""
+    padding = masking_utils.prepare_padding_mask(attention_mask, keys, kv_offset)
+    return None if padding is None else padding[:, kv_offset : kv_offset + keys]
 
 
 # --- the meaning of a mask function ---------------------------------------------------------------
@@ -167,21 +195,21 @@ def _pattern(function: Any) -> Pattern | None:
         return Pattern(_CAUSAL)
     if function is masking_utils.bidirectional_mask_function:
         return Pattern(_FULL)
-    parts = _captured(function, "and_masks.<locals>.and_mask").get("mask_functions")
+    parts = captured(function, "and_masks.<locals>.and_mask").get("mask_functions")
     if parts is None or len(parts) != 2:
         return None
     outer, inner = parts
     for packing, rest in ((outer, inner), (inner, outer)):  # Transformers 5.23 swaps the two
-        packed = _captured(packing, "packed_sequence_mask_function.<locals>.inner_mask")
+        packed = captured(packing, "packed_sequence_mask_function.<locals>.inner_mask")
         if packed:
-            remapped = _captured(rest, "remap_positions_for_packed_sequence.<locals>.inner_mask")
+            remapped = captured(rest, "remap_positions_for_packed_sequence.<locals>.inner_mask")
             pattern = _pattern(remapped.get("mask_function", rest))
             return pattern and pattern._replace(segments=packed["packed_sequence_mask"])
     if inner is masking_utils.causal_mask_function:
-        overlay = _captured(outer, "sliding_window_overlay.<locals>.inner_mask")
+        overlay = captured(outer, "sliding_window_overlay.<locals>.inner_mask")
         return Pattern(_causal_window(overlay["sliding_window"])) if overlay else None
     if inner is masking_utils.bidirectional_mask_function:
-        overlay = _captured(outer, "sliding_window_bidirectional_overlay.<locals>.inner_mask")
+        overlay = captured(outer, "sliding_window_bidirectional_overlay.<locals>.inner_mask")
         return Pattern(_window_of_both_sides(overlay["sliding_window"])) if overlay else None
     return None
 
@@ -194,19 +222,6 @@ def _causal_window(size: int) -> Band:
 def _window_of_both_sides(size: int) -> Band:
     """The band of ``sliding_window_bidirectional_overlay``: ``size`` keys on each side."""
     return Band(False, (size, size))
-
-
-def _captured(function: Any, name: str) -> dict[str, Any]:
-    """The captured variables of a function of masking_utils with this name; {} for others."""
-    if getattr(function, "__qualname__", None) != name:
-        return {}
-    if function.__module__ != masking_utils.__name__:
-        return {}
-    cells = function.__closure__ or ()
-    return {
-        variable: cell.cell_contents
-        for variable, cell in zip(function.__code__.co_freevars, cells, strict=True)
-    }
 
 
 # --- the tensors of a CompactMask -----------------------------------------------------------------

@@ -1,0 +1,319 @@
+"""Mask functions of Transformers as ranges: what they show, what they store, and models with them.
+
+Spans in which tokens see each other (images of Gemma 3 and 4, prefixes of PaliGemma), chunks,
+packed sequences with padding or spans: none of them needs a matrix of rows times keys on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hf_models
+
+hf_models.require("transformers>=5.20")
+
+import transformers  # noqa: E402
+from transformers import masking_utils as mu  # noqa: E402
+
+import tilewise.hf  # noqa: E402
+from tilewise.integrations import _masks as integration_masks  # noqa: E402
+from tilewise.integrations.transformers._compact import CompactMask  # noqa: E402
+
+pytestmark = hf_models.MARKS
+LENGTH = 40
+LEFT, RIGHT = torch.ones(2, LENGTH).bool(), torch.ones(2, LENGTH).bool()
+LEFT[0, :7], RIGHT[1, 30:] = False, False
+IMAGES = torch.full((2, LENGTH), -1)
+IMAGES[0, 8:14], IMAGES[0, 20:35], IMAGES[1, 3:9] = 0, 1, 0
+PREFIX = torch.where(torch.arange(LENGTH) < torch.tensor([[12], [25]]), 0, -1)
+SPLIT = IMAGES.clamp(max=0)  # two spans of one group see each other
+POSITIONS = torch.stack(
+    [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((15, 25), (9, 30, 1))]
+)
+PACKED = torch.tensor([[0] * 15 + [1] * 25, [0] * 9 + [1] * 30 + [2]])
+GROUPS = torch.tensor([[4] * 10 + [-1] * 5 + [4] * 15 + [2] * 10, [7] * 40])
+Function = Callable[..., Any]
+
+
+def images(ids: Tensor = IMAGES, inner: Function = mu.causal_mask_function) -> Function:
+    return mu.or_masks(inner, mu.blockwise_overlay(ids))
+
+
+def packed(inner: Function, spans: Tensor | None = None) -> Function:
+    """Packed sequences as Transformers makes them: positions first, then spans, then packing."""
+    remap = getattr(mu, "remap_positions_for_packed_sequence", None)
+    inner = inner if remap is None else remap(inner, POSITIONS)  # does not exist in 5.20
+    inner = inner if spans is None else images(spans, inner)
+    return mu.and_masks(inner, mu.packed_sequence_mask_function(PACKED))
+
+
+def within(size: int, inner: Function) -> Function:
+    return mu.and_masks(inner, mu.sliding_window_overlay(size))
+
+
+NONE = torch.zeros(2, dtype=torch.long)
+WINDOW = mu.sliding_window_causal_mask_function(6)
+STEP = dict(q_length=1, q_offset=LENGTH - 1)
+# name: (arguments of the mask function, ranges of the result)
+CALLS: dict[str, tuple[dict[str, Any], int]] = {
+    "images": (dict(mask_function=images()), 5),
+    "images_padded": (dict(mask_function=images(), attention_mask=LEFT), 5),
+    "images_in_window": (dict(mask_function=within(6, images()), use_vmap=True), 12),
+    "images_and_window": (dict(mask_function=images(IMAGES, WINDOW)), 7),
+    "images_of_one_group": (dict(mask_function=images(SPLIT)), 7),
+    "prefix": (dict(mask_function=images(PREFIX)), 4),
+    "prefix_padded": (dict(mask_function=images(PREFIX), attention_mask=RIGHT), 5),
+    "chunks": (dict(mask_function=mu.chunked_causal_mask_function(16, NONE)), 6),
+    "chunks_padded": (
+        dict(
+            mask_function=mu.chunked_causal_mask_function(16, torch.tensor([7, 0])),
+            attention_mask=LEFT,
+        ),
+        6,
+    ),
+    "packed_padded": (dict(mask_function=packed(mu.causal_mask_function), attention_mask=RIGHT), 7),
+    "packed_images": (dict(mask_function=packed(mu.causal_mask_function, IMAGES)), 12),
+    "documents": (
+        dict(
+            mask_function=mu.and_masks(
+                mu.bidirectional_mask_function, mu.packed_sequence_mask_function(GROUPS)
+            ),
+            use_vmap=True,
+        ),
+        7,
+    ),
+    "step": (STEP | dict(mask_function=images()), 2),
+    "step_in_window": (STEP | dict(mask_function=within(6, images()), use_vmap=True), 2),
+    "rows_after_a_cache": (dict(mask_function=images(), q_length=12, q_offset=28), 4),
+    "sliding_cache": (
+        dict(mask_function=within(6, images()), use_vmap=True, q_length=8, q_offset=32,
+             kv_length=13, kv_offset=27), 6
+    ),
+    "static_cache": (
+        dict(mask_function=images(), q_length=12, q_offset=torch.tensor(28), kv_length=40,
+             attention_mask=LEFT), 4
+    ),
+}  # fmt: skip
+if hasattr(mu, "remap_positions_for_packed_sequence"):
+    CALLS |= {
+        "packed_chunks": (dict(mask_function=packed(mu.chunked_causal_mask_function(16, NONE))), 8),
+        "packed_images_in_window": (
+            dict(mask_function=packed(within(6, images(PREFIX))), use_vmap=True),
+            18,
+        ),
+    }
+
+
+def both(**call: Any) -> tuple[Any, Tensor]:
+    """The results (Tilewise's, eager's) of one call of the mask function."""
+    call = dict(batch_size=2, q_length=LENGTH, kv_length=LENGTH) | call
+    return tilewise.hf.create_mask(**call), mu.eager_mask(**call)
+
+
+def layer() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.is_causal = True
+    return module
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_mask_function_becomes_a_few_ranges(name: str) -> None:
+    call, count = CALLS[name]
+    ours, eager = both(**call)
+    assert type(ours) is CompactMask and ours.entries is not None
+    assert not ours._dense and (ours.shape, ours.dtype) == (eager.shape, eager.dtype)
+    held = [getattr(ours, part) for part in ours.__tensor_flatten__()[0]]
+    assert sum(part.nbytes for part in held) <= 20 * count + 4 * 3 < eager.nbytes
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_layer_with_ranges_equals_eager_attention(name: str, biased: bool) -> None:
+    ours, eager = both(**CALLS[name][0])
+    torch.manual_seed(5)
+    k, v = torch.randn(2, 2, 2, eager.shape[3], 8)
+    q = torch.randn(2, 4, eager.shape[2], 8, requires_grad=True)
+    given = {"position_bias": torch.randn(1, 4, *eager.shape[2:])} if biased else {}
+    out, _ = tilewise.hf.attention(layer(), q, k, v, ours, **given)
+    assert not ours._dense, "a rows x keys mask was built"
+    exact = q.detach().double().requires_grad_()
+    scores = exact @ k.double().repeat_interleave(2, 1).mT / 8**0.5 + eager
+    scores = scores + given.get("position_bias", 0.0)
+    expected = (scores.softmax(-1) @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+    seen = (eager[:, 0] == 0).any(-1)
+    assert (out.double() - expected)[seen].abs().max() < 3e-6
+    assert out[~seen].abs().sum() == 0
+    out[seen].square().sum().backward()
+    expected[seen].square().sum().backward()
+    assert q.grad is not None and exact.grad is not None
+    assert (q.grad.double() - exact.grad).abs().max() < 1e-5
+
+
+PARTS: tuple[Function, ...] = (
+    mu.causal_mask_function, mu.bidirectional_mask_function, WINDOW,
+    mu.sliding_window_bidirectional_overlay(4), mu.blockwise_overlay(IMAGES),
+    mu.blockwise_overlay(SPLIT), mu.chunked_overlay(9, torch.tensor([3, 0])),
+    mu.packed_sequence_mask_function(PACKED), packed(mu.causal_mask_function),
+)  # fmt: skip
+
+
+@seed(3)
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    function=st.recursive(
+        st.sampled_from(PARTS),
+        lambda inner: st.builds(
+            lambda join, parts: join(*parts),
+            st.sampled_from([mu.and_masks, mu.or_masks]), st.lists(inner, min_size=1, max_size=3),
+        ),
+        max_leaves=5,
+    ),
+    rows=st.integers(1, LENGTH), hidden=st.none() | st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_any_composition_shows_the_same_pairs(
+    function: Function, rows: int, hidden: int | None
+) -> None:
+    """As the last rows of 40 tokens, with random padding."""
+    visible = None
+    if hidden is not None:
+        generator = torch.Generator().manual_seed(hidden)
+        visible = torch.rand(2, LENGTH, generator=generator) < 0.8
+    ours, eager = both(
+        mask_function=function, q_length=rows, q_offset=LENGTH - rows, attention_mask=visible
+    )
+    assert torch.equal(ours, eager)
+
+
+def test_what_has_no_ranges_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = mu.or_masks(mu.causal_mask_function, lambda b, h, q, kv: kv < 3)
+    alternating = torch.arange(LENGTH)[None].expand(2, -1) % 2  # each group is half of the tokens
+    without_packing = mu.and_masks(
+        mu.causal_mask_function, mu.packed_sequence_mask_function(PACKED[:1])
+    )
+    for function in (unknown, images(alternating)):
+        ours, eager = both(mask_function=function, use_vmap=True)
+        assert not isinstance(ours, CompactMask) and torch.equal(ours, eager)
+    with pytest.raises(IndexError):  # as in eager attention: the ids are of one sequence only
+        both(mask_function=without_packing, attention_mask=LEFT)
+    monkeypatch.setattr(
+        "tilewise.integrations.transformers._masks.computes_masks", lambda device: False
+    )
+    ours, eager = both(mask_function=images())
+    assert not isinstance(ours, CompactMask) and torch.equal(ours, eager)
+
+
+def test_ranges_are_for_devices_that_compute_masks() -> None:
+    assert integration_masks.computes_masks(torch.device("cpu"))
+    assert not integration_masks.computes_masks(torch.device("cuda", 0))
+    ours, _ = both(mask_function=images())
+    assert not isinstance(ours.to("meta"), CompactMask)
+
+
+def test_a_long_packed_batch_stays_small() -> None:
+    """32k tokens in 64 documents with an image each: eager's mask would be 4 GiB."""
+    length, documents = 2**15, 64
+    position = torch.arange(length) % (length // documents)
+    spans = torch.where((position >= 100) & (position < 356), torch.arange(length) // 512, -1)
+    of_document = (torch.arange(length) // 512)[None]
+    function = mu.and_masks(images(spans[None]), mu.packed_sequence_mask_function(of_document))
+    mask = tilewise.hf.create_mask(1, length, length, mask_function=function)
+    assert mask.entries.nbytes + mask.first.nbytes <= 2 * documents * 20 + 8
+    assert not mask._dense and mask.ranges().density() < 0.011
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_ranges_in_a_compiled_layer(backend: str) -> None:
+    torch.compiler.reset()
+    ours, _ = both(mask_function=images())
+    q, k, v = torch.randn(3, 2, 4, LENGTH, 8)
+    module = layer()
+    compiled = torch.compile(
+        lambda q, mask: tilewise.hf.attention(module, q, k, v, mask)[0],
+        backend=backend, fullgraph=True,
+    )  # fmt: skip
+    torch.testing.assert_close(compiled(q, ours), tilewise.hf.attention(module, q, k, v, ours)[0])
+    assert not ours._dense
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+TINY = hf_models.SIZES | dict(num_hidden_layers=2, head_dim=12)
+VISION = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    image_size=8, patch_size=4,
+)  # fmt: skip
+
+
+def gemma3() -> Any:
+    text = transformers.Gemma3TextConfig(
+        **TINY, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+    )
+    vision = transformers.SiglipVisionConfig(**VISION)
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4
+    )
+    return transformers.Gemma3ForConditionalGeneration, config
+
+
+def paligemma() -> Any:
+    vision = transformers.SiglipVisionConfig(**VISION, projection_dim=48)
+    config = transformers.PaliGemmaConfig(
+        vision_config=vision.to_dict(),
+        text_config=transformers.GemmaConfig(**TINY).to_dict(), image_token_index=96,
+        projection_dim=48, hidden_size=48,
+    )  # fmt: skip
+    return transformers.PaliGemmaForConditionalGeneration, config
+
+
+def gemma4() -> Any:
+    text = transformers.Gemma4TextConfig(
+        **TINY, global_head_dim=16, sliding_window=6, vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8, use_bidirectional_attention="vision",
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma4ForConditionalGeneration, transformers.Gemma4Config(
+        text_config=text.to_dict()
+    )
+
+
+MODELS = {"gemma3": gemma3, "paligemma": paligemma, "gemma4": gemma4}
+
+
+@pytest.mark.parametrize("padding", [None, LEFT], ids=["none", "left"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_with_spans(name: str, padding: Tensor | None) -> None:
+    """Token types mark images (or PaliGemma's prefix); no layer needs a matrix of pairs."""
+    kind, config = MODELS[name]()
+    torch.manual_seed(1)
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+    ids = hf_models.tokens(2, LENGTH).clamp(max=90)
+    types = (PREFIX < 0).long() if name == "paligemma" else (IMAGES >= 0).long()
+    given = {"mm_token_type_ids" if name == "gemma4" else "token_type_ids": types}
+    if name == "paligemma":
+        given["labels"] = ids
+
+    def run(m: Any) -> tuple[Tensor, Tensor]:
+        m.zero_grad()
+        result = m(ids, attention_mask=None if padding is None else padding.long(), **given)
+        kept = torch.ones_like(ids).bool() if padding is None else padding
+        result.logits[kept].pow(2).mean().backward()
+        return result.logits[kept].detach(), hf_models.gradients(m)
+
+    with hf_models.recorded_masks() as seen:
+        (logits, grads), (our_logits, our_grads) = hf_models.under_both(model, run)
+    assert hf_models.relative(our_logits, logits) < 1e-5
+    assert hf_models.relative(our_grads, grads) < 1e-5
+    assert seen and all(type(mask) is CompactMask and not mask._dense for mask in seen)
+    assert any(mask.entries is not None for mask in seen)
