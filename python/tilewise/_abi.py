@@ -1,6 +1,6 @@
 """The C ABI of ``include/tilewise/*.h`` in ctypes, with the same names in the same order.
 
-``tests/python/test_numpy_abi.py`` compares the structures with the headers.
+``tests/python/frameworks/test_numpy_abi.py`` compares the structures with the headers.
 """
 
 from __future__ import annotations

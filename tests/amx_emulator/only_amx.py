@@ -2,7 +2,7 @@
 TILEWISE_AMX_EMULATOR, whose other instruction sets are the same as in every build:
 
     PYTHONPATH=tests/amx_emulator TILEWISE_LIBRARY_DIR=build/amx-emulator \\
-        pytest -p only_amx tests/python/test_properties.py -k "bf16 or fp16"
+        pytest -p only_amx tests/python/attention/test_properties.py -k "bf16 or fp16"
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Fixtures of the Python tests: fixed random numbers per test, and the devices the tests run on.
+Modules that several tests use are in support/, which is importable in all of them.
 
 A module or test marked `abi` runs once per device with its buffers there (devices.put, cases.py);
 one marked `tensors` runs once per torch device, with that device as torch's default. Arguments of a
@@ -8,9 +9,13 @@ mark name the devices; without a mark a test runs once, on the CPU.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 try:
     import devices

@@ -10,7 +10,7 @@ from . import suite
 from .processes import PYTHON, run, say
 from .setup import Report, Setup, failed
 
-TESTS = "tests/python/test_distributed.py"
+TESTS = "tests/python/distributed/test_distributed.py"
 # By transport: the variable that selects it.
 TRANSPORTS: dict[str, dict[str, str]] = {
     "messages": {},

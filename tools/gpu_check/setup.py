@@ -16,7 +16,7 @@ FORCED = ("80", "75")
 # instructions that they need: the build compiles them as machine code for this GPU.
 FOREIGN = {"86": 80, "120": 90}
 # MiB of GPU memory per test process: most tests take 2000; those that need 11 GB and more run one
-# at a time (tests/python/devices.py, much_memory), in the memory that this leaves free.
+# at a time (tests/python/support/devices.py, much_memory), in the memory that this leaves free.
 MEMORY_PER_PROCESS = 5000
 
 

@@ -28,12 +28,15 @@ RANDOM = ("160", "2400")
 # Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
 # with the oracle or its sums from run to run. Other tests do not depend on the table.
 FORCED_TESTS = tuple(
-    f"tests/python/test_{name}.py"
-    for name in ("decode", "decode_splits", "determinism", "float8_cache", "gradients", "layouts",
-                 "nonfinite", "properties")
-)  # fmt: skip
+    f"tests/python/{folder}/test_{name}.py"
+    for folder, names in (
+        ("attention", ("determinism", "gradients", "layouts", "nonfinite", "properties")),
+        ("cache", ("decode", "decode_splits", "float8_cache")),
+    )
+    for name in names
+)
 # Tests of the benchmark scripts, which need no GPU.
-TESTS_WITHOUT_GPU = ("tests/python/test_cli_bench.py", "tests/python/test_bench_gpu.py")
+TESTS_WITHOUT_GPU = ("tests/python/tools/test_cli_bench.py", "tests/python/tools/test_bench_gpu.py")
 
 
 def build(setup: Setup, limit: float) -> Report:

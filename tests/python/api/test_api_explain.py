@@ -1,0 +1,201 @@
+"""explain() and capabilities() describe what the library really does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise
+from paths import ROOT
+from tilewise import _capabilities, _check
+
+HEADER = ROOT / "include/tilewise/version.h"
+BOTH = pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
+
+
+def test_version_matches_the_header():
+    assert f'"{tilewise.__version__}"' in HEADER.read_text()
+
+
+def test_explain_names_a_kernel_of_the_support_matrix():
+    q = torch.zeros(2, 100, 4, 64, dtype=torch.bfloat16)
+    explanation = tilewise.explain(q, q, q, causal=True)
+    families = {
+        row.name for row in tilewise.capabilities() if row.available and row.dtype == "bfloat16"
+    }
+    for plan, which in ((explanation.forward, "forward"), (explanation.backward, "backward")):
+        assert any(plan.kernel.startswith(f"{name}.{which}") for name in families), plan
+        assert plan.why and plan.workspace_bytes >= 0 and plan.tile_q > 0 and plan.tile_k > 0
+    lines = str(explanation).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(
+        "bfloat16 on cpu, batch 2, 100 rows x 100 keys, 4 heads, head dim 64"
+    )
+    assert lines[0].endswith("causal")
+
+
+def test_max_head_dim_matches_the_library():
+    assert max(row.max_head_dim for row in tilewise.capabilities()) == _check.MAX_HEAD_DIM
+
+
+def test_max_splits_matches_the_library(monkeypatch):
+    q = torch.zeros(1, 1, 1, 8)
+    assert tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS).forward.splits
+    monkeypatch.setattr(_check, "MAX_SPLITS", _check.MAX_SPLITS + 1)
+    with pytest.raises(ValueError, match=r"^tilewise: num_splits is 257: it must be 0 to 256"):
+        tilewise.explain(q, q, q, cache_seqlens=1, num_splits=_check.MAX_SPLITS)
+
+
+def test_explain_counts_torch_threads():
+    q, threads = torch.zeros(4, 300, 8, 16), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert tilewise.explain(q, q, q).forward.threads == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_explain_agrees_for_tensors_and_arrays():
+    q, bias = torch.zeros(1, 30, 2, 16), torch.zeros(2, 1, 30)
+    options = dict(window=(3, 0), softcap=2.0, dropout_p=0.5, deterministic=True)
+    tensors = tilewise.explain(q, q, q, bias=bias, sinks=torch.zeros(2), **options)
+    arrays = tilewise.explain(
+        q.numpy(), q.numpy(), q.numpy(), bias=bias.numpy(), sinks=np.zeros(2, np.float32), **options
+    )
+    assert tensors.problem == arrays.problem
+    assert tensors.forward.kernel == arrays.forward.kernel
+    for word in ("window (3, 0)", "softcap 2", "bias", "sinks", "dropout 0.5", "deterministic"):
+        assert word in tensors.problem
+
+
+def test_explain_of_sequences_and_pages():
+    starts = torch.tensor([0, 3, 9], dtype=torch.int32)
+    q, pages = torch.zeros(9, 2, 16), torch.zeros(4, 8, 2, 16)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    text = str(tilewise.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts))
+    assert "variable length" in text
+    text = str(tilewise.explain(q, pages, pages, cu_seqlens_q=starts, block_table=table))
+    assert "pages of 8" in text and "x 24 keys" in text
+
+
+@BOTH
+def test_explain_of_a_cache(kind):
+    q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(3, 40, 2, 16))
+    lengths, rows = kind(torch.tensor([9, 20])), kind(torch.tensor([2, 0]))
+    given = tilewise.explain(
+        q, cache, cache, cache_seqlens=lengths, cache_batch_idx=rows, cache_leftpad=lengths
+    )
+    for words in ("batch 2, 1 rows x 40 keys", "4 heads over 2", "keys in use per sequence",
+                  "left padding", "cache rows by index"):  # fmt: skip
+        assert words in given.problem
+    assert given.forward.kernel.startswith("cpu.")
+    assert given.backward == "attention_with_kvcache has no gradient"
+    pages = kind(torch.zeros(2, 3, dtype=torch.int32))
+    paged = tilewise.explain(q, cache, cache, cache_seqlens=7, block_table=pages)
+    assert "pages of 40" in paged.problem and "x 120 keys" in paged.problem
+    with pytest.raises(ValueError, match="k_cache has batch size 3"):
+        tilewise.explain(q, cache, cache, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="num_splits is given, but belongs to cache_seqlens"):
+        tilewise.explain(q, q, q, num_splits=2)
+    with pytest.raises(ValueError, match="q has shape"):  # packed queries have rank 3
+        tilewise.explain(q, cache, cache, cache_seqlens=lengths, cu_seqlens_q=pages[0])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dropout_p", 0.5), ("deterministic", True), ("layout", "bhsd"),
+     ("cu_seqlens_k", torch.tensor([0, 40])), ("seqused_k", torch.tensor([9, 20])),
+     ("max_seqlen_k", 40)],
+)  # fmt: skip
+def test_explain_of_a_cache_refuses_arguments_of_other_functions(kind, name, value):
+    q, cache = kind(torch.zeros(2, 1, 4, 16)), kind(torch.zeros(2, 40, 2, 16))
+    value = kind(value) if isinstance(value, torch.Tensor) else value
+    for given in (dict(cache_seqlens=7), dict(cache_batch_idx=kind(torch.tensor([1, 0])))):
+        with pytest.raises(ValueError, match=f"{name} is given, but attention_with_kvcache has no"):
+            tilewise.explain(q, cache, cache, **given, **{name: value})
+
+
+@BOTH
+def test_explain_checks_the_layout_of_every_form(kind):
+    q, starts = kind(torch.zeros(9, 2, 16)), kind(torch.tensor([0, 3, 9], dtype=torch.int32))
+    dense, varlen = q[None], dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for x, given in ((dense, {}), (dense, dict(cache_seqlens=7)), (q, varlen)):
+        with pytest.raises(ValueError, match="layout is 'junk', but must be 'bshd' or 'bhsd'"):
+            tilewise.explain(x, x, x, layout="junk", **given)
+    with pytest.raises(ValueError, match="layout is given, but attention_varlen has no such"):
+        tilewise.explain(q, q, q, layout="bhsd", **varlen)
+    with pytest.raises(ValueError, match="check is given, but attention has no such argument"):
+        tilewise.explain(dense, dense, dense, check=True)
+
+
+def test_explain_names_a_backward_only_where_one_exists():
+    """Paged tensors have a gradient; attention_backward, which takes arrays, has no block_table."""
+    starts, table = torch.tensor([0, 3, 9]).int(), torch.zeros(2, 3).int()
+    q, pages = torch.zeros(9, 2, 16), torch.zeros(4, 8, 2, 16)
+    given = dict(cu_seqlens_q=starts, block_table=table)
+    assert isinstance(tilewise.explain(q, pages, pages, **given).backward, tilewise.Plan)
+    arrays = {name: value.numpy() for name, value in given.items()}
+    explanation = tilewise.explain(q.numpy(), pages.numpy(), pages.numpy(), **arrays)
+    assert isinstance(explanation.forward, tilewise.Plan)
+    assert "takes no block_table" in explanation.backward
+    taken = inspect.signature(tilewise.attention_backward).parameters
+    assert "cu_seqlens_q" in taken and "block_table" not in taken
+
+
+def test_explain_does_not_advance_random_generators():
+    q = torch.zeros(1, 4, 1, 8)
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    tilewise.explain(q, q, q, dropout_p=0.5)
+    assert torch.equal(torch.rand(3), wanted)
+    np.random.seed(1)
+    wanted = np.random.rand(3)
+    np.random.seed(1)
+    tilewise.explain(q.numpy(), q.numpy(), q.numpy(), dropout_p=0.5)
+    assert np.array_equal(np.random.rand(3), wanted)
+
+
+def test_explain_of_cuda_tensors_without_kernels_gives_the_reason():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    q = torch.zeros(1, 4, 1, 8, device="cuda")
+    assert "tilewise" in str(tilewise.explain(q, q, q))
+
+
+def test_capabilities():
+    rows = tilewise.capabilities()
+    assert rows
+    names = [(row.name, row.dtype) for row in rows]
+    assert len(names) == len(set(names))
+    for row in rows:
+        assert re.fullmatch(r"[a-z0-9_.]+", row.name)
+        assert row.device in ("cpu", "cuda") and row.dtype in ("float32", "float16", "bfloat16")
+        assert row.max_head_dim >= 1 and row.requires
+    portable = [row for row in rows if row.name == "cpu.portable"]
+    assert len(portable) == 3
+    assert all(row.available and row.forward and row.backward for row in portable)
+
+
+def test_gpu_family_requirements_name_the_oldest_code_of_the_build(monkeypatch):
+    """A family may require less than the architectures that builds are compiled for, as simt
+    does."""
+    code = [
+        {"table": table, "sm": sm, "ptx": ptx}
+        for table, sm, ptx in ((0, 75, False), (0, 90, False), (80, 80, True), (901, 90, False))
+    ]
+    monkeypatch.setattr(_capabilities, "cuda_code", lambda: code)
+    for row in tilewise.capabilities():
+        oldest = {"cuda.simt": 75, "cuda.mma_sync": 80, "cuda.wgmma": 90}.get(row.name)
+        words = f"; its oldest code in this build is for sm_{oldest}"
+        assert row.requires.endswith(words) == (oldest is not None), row
+        assert "this build" in row.requires or row.device == "cpu"
+    monkeypatch.setattr(_capabilities, "cuda_code", list)
+    for row in tilewise.capabilities():
+        missing = row.device == "cuda" and not row.available
+        assert row.requires.endswith("; this build has no code for it") == missing, row

@@ -1,0 +1,393 @@
+"""tilewise.masks: what masks show, how they are made, and attention with them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+import capi
+import mask_cases
+import tilewise
+from cases import Built, Case, check, run
+from paths import ROOT
+from tilewise import _mask, masks
+
+DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 30)
+STARTS = [0, 70, 270, 300]
+SPANS = [[20, 60], [150, 290]]
+
+
+def tensors(batch=1, rows=300, keys=300, heads=2, heads_kv=2, dim=16, grad=True):
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(batch, rows, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim)]
+    return [torch.randn(s, generator=generator).requires_grad_(grad) for s in shapes]
+
+
+def hidden_by_bias(mask, rows, keys):
+    return torch.where(torch.from_numpy(mask.to_bool(rows, keys)), 0.0, -math.inf)
+
+
+# --- what masks show ------------------------------------------------------------------------------
+
+INTERVALS = st.tuples(st.integers(0, 300), st.integers(0, 300)).map(sorted)
+RECTANGLES = st.lists(st.tuples(INTERVALS, INTERVALS, st.integers(0, 3)), max_size=5)
+
+
+@seed(1)
+@settings(max_examples=40, deadline=None, database=None)
+@given(rectangles=RECTANGLES)
+def test_ranges_show_the_pairs_of_their_rectangles(rectangles):
+    rows, keys, kinds = ([r[i] for r in rectangles] for i in range(3))
+    mask = masks.Ranges(rows, keys, kinds)
+    want = mask_cases.dense_of_ranges([(*q, *k, kind) for q, k, kind in rectangles], 290, 260)
+    dense = mask.to_bool(290, 260)[0, 0]
+    assert np.array_equal(dense, want)
+    assert mask.density(290, 260) == pytest.approx(want.mean())
+    blocks = mask.blocks(290, 260)
+    assert np.array_equal(blocks.to_bool()[0, 0], want)
+    assert blocks.density() == pytest.approx(want.mean())
+    for m in (mask, blocks):
+        for (i, j), state in np.ndenumerate(m.tiles(290, 260)[0, 0]):
+            tile = want[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
+            assert tile.any() if state == 1 or state == 2 else not tile.any()
+            assert tile.all() if state == 2 else m is mask or not tile.all()
+
+
+@seed(2)
+@settings(max_examples=60, deadline=None, database=None)
+@given(left=RECTANGLES, right=RECTANGLES)
+def test_ranges_are_closed_under_and_and_or(left, right):
+    sides = [[(*q, *k, kind) for q, k, kind in side] for side in (left, right)]
+    a, b = (masks.Ranges(*([r[i] for r in side] for i in range(3))) for side in (left, right))
+    want_a, want_b = (mask_cases.dense_of_ranges(side, 290, 260) for side in sides)
+    both, either = a & b, a | b
+    assert isinstance(both, masks.Ranges) and isinstance(either, masks.Ranges)
+    assert np.array_equal(both.to_bool(290, 260)[0, 0], want_a & want_b)
+    assert np.array_equal(either.to_bool(290, 260)[0, 0], want_a | want_b)
+    assert len(both.entries) <= 3 * len(left) * len(right)
+    tilewise.attention(*(np.zeros((1, 300, 1, 8), np.float32) for _ in range(3)), mask=both)
+
+
+def test_an_intersection_is_a_few_ranges_per_sequence():
+    length, document = 2**17, 512
+    starts = torch.arange(0, length + 1, document, dtype=torch.int32)
+    window = masks.Ranges([[0, 256], [256, length]], [[0, 256], [0, length]], ["causal", "both"])
+    packed = masks.Ranges.documents(starts) & window
+    assert torch.is_tensor(packed.entries) and len(packed.entries) <= 3 * 256
+    pairs = 256 * sum(min(row + 1, 257) for row in range(document))
+    assert packed.density() == pytest.approx(pairs / length**2)
+    prefixes = masks.Ranges.prefixes([3, 100], 300) & masks.Ranges.documents(STARTS)
+    assert prefixes.batch == 2 and len(prefixes.entries) <= 12
+    want = masks.Ranges.prefixes([3, 100], 300).to_bool() & masks.Ranges.documents(STARTS).to_bool()
+    assert np.array_equal(prefixes.to_bool(300, 300), want)
+
+
+def test_arrays_in_any_order_of_memory_make_the_same_mask():
+    begins, ends = np.array([0, 10, 30], np.int32), np.array([10, 30, 45], np.int32)
+    spans = np.stack([begins, ends], axis=1)
+    transposed = np.array([begins, ends]).T
+    assert not transposed.flags.c_contiguous
+    want = masks.Ranges(spans, spans, "causal")
+    got = masks.Ranges(transposed, transposed, "causal")
+    raw = _mask.rebuilt(masks.Ranges, [np.asfortranarray(want.entries), want.first], ())
+    arrays = [x.detach().numpy() for x in tensors(rows=45, keys=45)]
+    expected = tilewise.attention(*arrays, mask=want)
+    for mask in (got, raw):
+        np.testing.assert_array_equal(mask.to_bool(45, 45), want.to_bool(45, 45))
+        np.testing.assert_array_equal(tilewise.attention(*arrays, mask=mask), expected)
+        out = tilewise.attention(*map(torch.from_numpy, arrays), mask=mask)
+        np.testing.assert_array_equal(out.numpy(), expected)
+
+
+def test_masks_are_combined():
+    causal, spans = masks.Ranges.causal(300), masks.Ranges(SPANS, SPANS)
+    images = causal | spans
+    want = np.tril(np.ones((300, 300), bool)) | spans.to_bool(300, 300)[0, 0]
+    assert np.array_equal(images.to_bool()[0, 0], want)
+    per_head = masks.from_bool(np.random.default_rng(0).random((1, 2, 300, 300)) < 0.1)
+    both, either = images & per_head, per_head | images
+    assert np.array_equal(both.to_bool(), per_head.to_bool() & want)
+    assert np.array_equal(either.to_bool(), per_head.to_bool() | want)
+    per_sequence = masks.Ranges.prefixes([3, 100], 300) | causal
+    assert per_sequence.batch == 2
+    assert np.array_equal(per_sequence.to_bool()[1, 0, :, :100], np.ones((300, 100), bool))
+
+
+@pytest.mark.parametrize("kind", ["ranges", "blocks"])
+def test_masks_are_immutable_values(kind):
+    mask = masks.Ranges.documents(torch.tensor(STARTS, dtype=torch.int32))
+    mask = mask if kind == "ranges" else mask.blocks(300, 300)
+    with pytest.raises(AttributeError, match="immutable"):
+        mask.entries = None
+    leaves, tree = torch.utils._pytree.tree_flatten(mask)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    for copy in (
+        pickle.loads(pickle.dumps(mask)), torch.utils._pytree.tree_unflatten(leaves, tree),
+        mask.on_host(), mask.on_host().to("cpu"),
+    ):  # fmt: skip
+        assert repr(copy) == repr(mask)
+        assert np.array_equal(copy.to_bool(300, 300), mask.to_bool(300, 300))
+    assert repr(mask).startswith(
+        ("Ranges(3 ranges: 3 causal", "Blocks(300 x 300, batch 1, heads 1")
+    )
+
+
+def test_a_mask_is_drawn():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    ax = masks.Ranges.documents(STARTS).plot()
+    assert ax.images[0].get_array().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+# --- attention with masks -------------------------------------------------------------------------
+
+MASKS = {
+    "documents": lambda: masks.Ranges.documents(STARTS),
+    "images": lambda: masks.Ranges.causal(300) | masks.Ranges(SPANS, SPANS),
+    "inverse": lambda: masks.Ranges([[5, 280]], [[0, 290]], "inverse_causal"),
+    "nothing": lambda: masks.Ranges([], []),
+    "one pair": lambda: masks.Ranges([[130, 131]], [[7, 8]]),
+    "heads": lambda: masks.from_bool(
+        mask_cases.random_dense(np.random.default_rng(3), (1, 4, 300, 300))
+    ),
+    "sequences": lambda: masks.Ranges.prefixes([0, 200], 300),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_a_bias_of_minus_infinity(name):
+    mask = MASKS[name]()
+    options = {"window": (200, 60), "softcap": 20.0, "return_lse": True}
+    results = []
+    for hides in ({"mask": mask}, {"bias": hidden_by_bias(mask, 300, 300)}):
+        q, k, v = tensors(batch=2, heads=4)
+        out, lse = tilewise.attention(q, k, v, **hides, **options)
+        (out.square().sum() + lse.clamp_min(-50).sum()).backward()
+        results.append([x.detach() for x in (out, lse, q.grad, k.grad, v.grad)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    arrays = [x.detach().numpy() for x in (q, k, v)]
+    out, lse = tilewise.attention(*arrays, mask=mask, **options)
+    assert np.array_equal(out, results[0][0]) and np.array_equal(lse, results[0][1])
+    dout, dlse = 2 * out, (lse > -50).astype(np.float32)
+    grads = tilewise.attention_backward(
+        dout, *arrays, out, lse, dlse=dlse, mask=mask, window=(200, 60), softcap=20.0
+    )
+    for got, want in zip(grads[:3], results[0][2:], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_packed_sequences_take_a_list_of_ranges_each():
+    q, k, v = (x.flatten(0, 1) for x in tensors(batch=2, rows=150, keys=150))
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32)
+    mask = masks.Ranges([[0, 100], [50, 200]], [[0, 100], [0, 120]], [0, 1], starts=[0, 1, 2])
+    out = tilewise.attention_varlen(q, k, v, starts, starts, mask=mask)
+    for b, (begin, end) in enumerate([(0, 100), (100, 300)]):
+        own = [x[None, begin:end] for x in (q, k, v)]
+        bias = hidden_by_bias(mask, 200, 200)[b : b + 1, :, : end - begin, : end - begin]
+        want = tilewise.attention(*own, bias=bias)[0]
+        torch.testing.assert_close(out[begin:end], want, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_under_compile_and_vmap():
+    mask = masks.Ranges.documents(torch.tensor(STARTS, dtype=torch.int32))
+    q, k, v = tensors(batch=2, grad=False)
+    want = tilewise.attention(q, k, v, mask=mask)
+    compiled = torch.compile(
+        lambda q, m: tilewise.attention(q, k, v, mask=m), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(q, mask), want)
+    mapped = torch.func.vmap(lambda *x: tilewise.attention(*(y[None] for y in x), mask=mask)[0])
+    assert torch.equal(mapped(q, k, v), want)
+
+
+@pytest.mark.parametrize("kind", ["mask_ranges", "mask_blocks"])
+def test_hidden_keys_may_hold_anything(kind):
+    """NaN and infinities in a key reach only the rows that see it."""
+    ranges = (((0, 90, 0, 70, 0), (90, 200, 70, 300, 1), (150, 160, 0, 300, 0)),)
+    value = ranges if kind == "mask_ranges" else "h"
+    case = Case(rows=(200,), keys=(300,), heads_kv=2, head_dim=32, head_dim_v=32, **{kind: value})
+    clean, dirty = Built(case), Built(case)
+    seen = np.broadcast_to(clean.mask[0], (2, 200, 300))
+    dirty.k[0, 100], dirty.v[0, 100] = math.nan, math.inf
+    want, got = run(clean), run(dirty)
+    for head in range(2):
+        rows = ~seen[head, :, 100]
+        assert rows.any() and not rows.all()
+        assert np.array_equal(got.out[rows, head], want.out[rows, head])
+        assert np.array_equal(got.lse[rows, head], want.lse[rows, head])
+        assert np.isnan(got.out[~rows, head]).all()
+        assert np.array_equal(got.grads["q"][rows, head], want.grads["q"][rows, head])
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_documents_and_tokens_for_all_over_many_chunks(dtype):
+    """Query tiles that see the first and the last chunk of keys, but few of those in between."""
+    starts = [0, 130, 400, 401, 700, 1100]
+    documents = [(begin, end, begin, end, 1) for begin, end in itertools.pairwise(starts)]
+    for_all = [(0, 1100, 3, 9, 0), (650, 655, 0, 1100, 0)]
+    case = Case(
+        dtype=dtype, rows=(1100,), keys=(1100,), heads_kv=1, group=2, head_dim=16, head_dim_v=16,
+        mask_ranges=((*documents, *for_all),), spread=0.5,
+    )  # fmt: skip
+    check(case)
+
+
+def test_explain_counts_tiles():
+    q, k, v = tensors(grad=False)
+    mask = masks.Ranges.documents(STARTS)
+    text = tilewise.explain(q, k, v, causal=True, mask=mask).mask
+    assert text == "9 tiles of 128 x 128 of mask and band: 3 skipped, 0 full, 6 partial"
+    everything = masks.Ranges([[0, 300]], [[0, 300]])
+    text = str(tilewise.explain(q, k, v, causal=True, mask=everything))
+    assert "9 tiles of 128 x 128 of mask and band: 3 skipped, 3 full, 3 partial" in text
+
+
+# --- FlexAttention --------------------------------------------------------------------------------
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def window_with_sinks(b, h, q, kv):
+    return (q >= kv) & ((q - kv <= 60) | (kv < 4))
+
+
+def prefix_lm(b, h, q, kv):
+    return (kv < torch.tensor([3, 150])[b]) | (q >= kv)
+
+
+def documents(b, h, q, kv):
+    return (DOCUMENTS[q] == DOCUMENTS[kv]) & (q >= kv)
+
+
+def neighbourhood(b, h, q, kv):  # NATTEN: 15 x 20 pixels, windows of 5 x 5
+    near = (q // 20 - kv // 20).abs() <= 2
+    return near & ((q % 20 - kv % 20).abs() <= 2)
+
+
+def dilated_per_head(b, h, q, kv):
+    return (q >= kv) & ((q - kv) % (h + 1) == 0)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "batch", "heads", "block"),
+    [
+        (causal, None, None, 128),
+        (window_with_sinks, None, None, (64, 32)),
+        (prefix_lm, 2, None, 128),
+        (documents, None, None, 96),
+        (neighbourhood, None, None, 128),
+        (dilated_per_head, 2, 4, 256),
+    ],
+)
+def test_from_flex_equals_flex_attention(mask_mod, batch, heads, block):
+    block_mask = create_block_mask(mask_mod, batch, heads, 300, 300, "cpu", BLOCK_SIZE=block)
+    mask = masks.from_flex(block_mask)
+    dense = create_mask(mask_mod, batch or 1, heads or 1, 300, 300, "cpu")
+    assert np.array_equal(mask.to_bool(), dense.numpy())
+    q, k, v = (x.transpose(1, 2) for x in tensors(batch=2, heads=4, grad=False))
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    want = flex_attention(q, k, v, block_mask=block_mask)
+    got = tilewise.attention(q, k, v, mask=mask, layout="bhsd")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if mask_mod is causal:  # the same ragged edge three times: one block of bits and the last one
+        assert mask.bits.shape[0] == 2
+
+
+PAGE = (ROOT / "docs" / "masks.md").read_text()
+BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).findall(PAGE)
+ROWS = re.compile(r"^\| `(.*)` \| `(masks.*)` \|$", re.MULTILINE).findall(PAGE)
+
+
+def test_every_row_of_the_page_shows_the_same_pairs(capsys):
+    names: dict = {}
+    for block in BLOCKS:
+        exec(block, names)
+    assert "shows 19% of the pairs" in capsys.readouterr().out
+    assert len(ROWS) == 10
+    for mod, mask in ROWS:
+        mask_mod = eval(f"lambda b, h, q, kv: {mod}".replace("\\|", "|"), names)
+        made = eval(mask.replace("\\|", "|"), names)
+        dense = create_mask(mask_mod, made.batch, made.heads, 512, 512, "cpu")
+        assert np.array_equal(made.to_bool(512, 512), dense.numpy()), mod
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "sentence"),
+    [
+        (lambda: masks.Ranges([[0, 1]], [[0, 1]], "banded"), ValueError, "kinds has 'banded'"),
+        (lambda: masks.Ranges([[0, 1]], [[0, 1, 2]]), ValueError, "key_ranges has shape"),
+        (lambda: masks.Ranges([[0, 2**31]], [[0, 1]]), TypeError, "query_ranges has numbers"),
+        (lambda: masks.Ranges(np.zeros((1, 2)), [[0, 1]]), TypeError, "query_ranges has dtype"),
+        (lambda: masks.from_bool(np.zeros((2, 2))), TypeError, "dense has dtype float64"),
+        (lambda: masks.from_bool(np.zeros((2, 2, 2), bool)), ValueError, "dense has shape"),
+        (lambda: masks.from_flex(None, score_mod=causal), ValueError, "softcap, alibi_slopes"),
+        (lambda: masks.from_flex(3), TypeError, "block_mask is a int"),
+        (lambda: masks.Ranges([], []) & 3, TypeError, "the right side of & is a int"),
+        (
+            lambda: masks.Ranges.prefixes([1, 2], 9) | masks.Ranges.prefixes([1, 2, 3], 9),
+            ValueError,
+            "the masks have batch 2 and 3",
+        ),
+        (lambda: masks.from_bool(np.ones((9, 9), bool)).tiles(8), ValueError, "seqlen_q is 8"),
+    ],
+)
+def test_sentences_of_masks(make, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "kind", "sentence"),
+    [
+        (torch.ones(9, 9, dtype=torch.bool), TypeError, "mask is a Tensor, but must be one of"),
+        (masks.Ranges.prefixes([1, 2, 3], 9), ValueError, "mask has batch 3, but must have 1 or 2"),
+        (masks.from_bool(np.ones((1, 3, 9, 9), bool)), ValueError, "mask has heads 3"),
+        (masks.from_bool(np.ones((9, 8), bool)), ValueError, "mask is for 9 rows and 8 keys"),
+        (masks.Ranges([[5, 2]], [[0, 9]]), ValueError, r"mask.entries\[0, 1\] is 2: row_end"),
+        (masks.Ranges([[0, 2]], [[0, 9]], [4]), ValueError, r"mask.entries\[0, 4\] is 4: kind"),
+        (masks.Ranges([[0, 2]], [[0, 9]], starts=[0, 2]), ValueError, r"mask.first\[1\] is 2"),
+    ],
+)
+def test_sentences_of_calls(mask, kind, sentence, arrays):
+    inputs = tensors(batch=2, rows=9, keys=9, grad=False)
+    with pytest.raises((kind, RuntimeError), match=sentence):
+        tilewise.attention(*[x.numpy() if arrays else x for x in inputs], mask=mask)
+
+
+@pytest.mark.abi
+def test_sentences_of_the_struct():
+    case = Case(rows=(200,), keys=(300,), mask_blocks="")
+    for change, sentence in {
+        "kind=3": "mask.kind is 3: it must be 1 (ranges) or 2 (blocks)",
+        "struct_size=8": "mask.struct_size is 8",
+        "batch=2": "mask.batch is 2: it must be 1",
+        "heads=2": "mask.heads is 2: it must be 1",
+        "rows=-1": "mask.rows is -1",
+        "first=0": "mask.first is NULL",
+        "entry_count=0": "it must be at most mask.entry_count, which is 0",
+    }.items():
+        b = Built(case)
+        struct = ctypes.cast(b.attention.mask, ctypes.POINTER(capi.Mask)).contents
+        name, value = change.split("=")
+        setattr(struct, name, int(value) or None if name == "first" else int(value))
+        with pytest.raises(AssertionError) as refusal:
+            capi.forward(b.attention)
+        assert sentence in str(refusal.value)

