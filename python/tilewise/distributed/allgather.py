@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._options import WANT_K, WANT_Q, WANT_V, Options
-from .core import Gradients, Local, Result, add_of_heads, no_sums, of_heads
+from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
 from .keys import TILE_ROWS, Call, KeyPlan, Sums, groups_of, place
 from .layout import length
@@ -60,14 +60,14 @@ class AllGather:
         """See ``Method``."""
         batch, rows, heads, _ = q.shape
         count = self._groups(q, k)
-        each = heads // count
+        each, each_kv = heads // count, k.shape[2] // count
         out = q.new_empty((batch, rows, heads, v.shape[3]))
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         parts: list[Tensor] = []  # lse as the backward takes it, per group and call
 
         def compute(group: int, gathered: tuple[Tensor, ...]) -> None:
             begin, end = group * each, (group + 1) * each
-            part = of_heads(options, begin, end)
+            part = of_heads(options, begin, end, range(group * each_kv, (group + 1) * each_kv))
             for call, local in zip(self._plan.calls, self._local, strict=True):
                 keys, values = (x[:, self._keys(call)] for x in gathered)
                 own = slice(*call.rows)
@@ -101,7 +101,7 @@ class AllGather:
         def compute(group: int, gathered: tuple[Tensor, ...]) -> tuple[Exchange, Any] | None:
             begin, end = group * each, (group + 1) * each
             sent: list[Tensor] = []
-            part = of_heads(options, begin, end)
+            part = of_heads(options, begin, end, range(group * each_kv, (group + 1) * each_kv))
             for number, (call, local) in enumerate(zip(calls, self._local, strict=True)):
                 keys, values = (x[:, self._keys(call)] for x in gathered)
                 own = slice(*call.rows)
@@ -114,7 +114,7 @@ class AllGather:
                 if dq is not None:
                     dq[:, own, begin:end] = grads[0]
                 add_of_heads(results, grads, begin, end)
-                _add_bias(results[3], grads[3], call, begin, end)
+                add_bias(local, results[3], grads[3], begin, end)
                 for x in grads[1:3]:  # one that is not wanted has no columns, so nothing moves
                     size = call.span.end - call.span.begin
                     sent.append(k.new_empty((size, 0)) if x is None else rows_first(x))
@@ -160,12 +160,3 @@ def _sum(received: Tensor, sums: tuple[Sums, ...], target: Tensor) -> None:
         parts = received.narrow(0, s.at, s.parts * size).unflatten(0, (s.parts, size))
         total = parts[0] if s.parts == 1 else parts.sum(0, dtype=sum_dtype(parts.dtype))
         own.copy_(total.transpose(0, 1))
-
-
-def _add_bias(sums: Tensor | None, grad: Tensor | None, call: Call, begin: int, end: int) -> None:
-    """Adds the gradient of the part of the bias that a call has used."""
-    if sums is None or grad is None:
-        return
-    part = sums[:, begin:end] if sums.shape[1] > 1 else sums
-    part = part[:, :, slice(*call.rows)] if sums.shape[2] > 1 else part
-    part[..., call.span.begin : call.span.end] += grad

@@ -55,10 +55,11 @@ def attention(
         sinks: float32 [heads_q], the same on all ranks; gets this rank's part of its gradient.
         dropout_p: As in ``tilewise.attention``: the weights that are dropped are those of the
             unsharded call after the ``torch.manual_seed`` of rank 0.
-        k_descale: Must be None with several ranks, which take no float8 keys.
+        k_descale: As in ``tilewise.attention``, the same on all ranks. Keys and values of float8
+            have no backward.
         v_descale: The same.
         mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
-        reduce_replicated: Give scale, sinks and a bias of one row the sum of their gradients over
+        reduce_replicated: Give scale, sinks and a replicated bias the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
     Returns:
@@ -115,9 +116,9 @@ def attention_varlen(
         mesh: A DeviceMesh of one dimension.
         method: "ulysses", "allgather" or "auto".
         layout: How each sequence is cut: "zigzag" or "contiguous".
-        bias: Must be None with several ranks.
+        bias: The whole bias, [sequences or 1, heads_q or 1, rows of the longest sequence or 1, its
+            keys or 1], the same on all ranks; gets this rank's part of its gradient.
         alibi_slopes: float32 [heads_q] or [sequences, heads_q].
-        dropout_p: As in ``attention``; not with method "allgather".
         mask: One of ``tilewise.masks``, in which rows and keys are counted within a sequence.
 
     Returns:

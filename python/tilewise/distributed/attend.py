@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
+from .. import _check, _torch
 from .._request import Request, Shard
 from .allgather import AllGather
 from .core import Attend, Method
@@ -13,7 +14,8 @@ from .dense import DenseCut
 from .exchange import Messages
 from .grid import Grid, inside_host, rows_of_hosts
 from .keys import key_plan
-from .packed import PackedCut, Reordered
+from .packed import PackedCut
+from .packed_call import Reordered
 from .problem import Problem
 from .ranks import exchanging
 from .transport import transport_of
@@ -22,7 +24,9 @@ from .ulysses import Ulysses, own_bias
 
 def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of out [B, rows, Hq, Dv] and, if requested, lse [B, Hq, rows]."""
-    options = _torch.score_options(p.q, p.sequences, _as_shard(p))
+    request = _as_shard(p)
+    options = _torch.score_options(p.q, p.sequences, request)
+    options = _torch.with_descale(options, p.q, p.k, request, p.sequences)
     bias, method = p.bias, _method(p, name)
     if bias is not None:
         if p.grid is not None:
@@ -30,8 +34,10 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
             bias = own_bias(bias, p.bias_has_rows, p.heads[0], p.grid.inside, runs)
         elif name == "ulysses":
             bias = own_bias(bias, p.bias_has_rows, p.heads[0], p.ranks, p.cut.row_runs)
-        bias = _torch._full_keys(bias, p.size_k)
+        bias = _torch._full_keys(bias, max(bias.shape[3], p.longest_k))
     q, k, v = p.q, p.k, p.v
+    if _check.is_float8(k.dtype):  # no backend moves tensors of float8
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     orders = None
     if name == "allgather" and isinstance(p.cut, PackedCut):
         orders = p.cut.orders(p.ranks.rank, q.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .cost import CPU, GPU, Shape, Work, allgather_work, predicted, ulysses_work
-from .packed import PackedCut
 from .problem import BOTH, METHODS, Problem
 
 
@@ -19,7 +18,6 @@ class Choice(NamedTuple):
     reason: str
     estimates: dict[str, Work]
     seconds: dict[str, float]
-    refused: dict[str, str]
 
     def __str__(self) -> str:
         lines = [f"method: {self.method} ({self.reason})"]
@@ -29,44 +27,24 @@ class Choice(NamedTuple):
                 f"{work.flops / 1e9:.3f} GFLOP, predicted {self.seconds[name] * 1e3:.3f} ms on the "
                 "busiest rank"
             )
-        lines += [f"  {name}: not exact here: {why}" for name, why in self.refused.items()]
         return "\n".join(lines)
 
 
 def choose(p: Problem, method: str) -> Choice:
-    """The method that a call uses; the same on all ranks.
-
-    Raises:
-        ValueError: the method that the call names cannot compute it exactly.
-    """
+    """The method that a call uses; the same on all ranks."""
     if p.ranks.world == 1:
-        return Choice("local", "one rank has the whole sequence", {}, {}, {})
+        return Choice("local", "one rank has the whole sequence", {}, {})
     if p.grid is not None:
-        return Choice(BOTH, "the mesh has two dimensions", {}, {}, {})
-    why = _why_not_allgather(p)
-    refused = {"allgather": why} if why else {}
-    if method in refused:
-        raise ValueError(
-            f"{why}, which method='{method}' cannot compute exactly; method='ulysses' can"
-        )
+        return Choice(BOTH, "the mesh has two dimensions", {}, {})
     shape = Shape(
-        p.q.shape[0], p.heads, (p.q.shape[3], p.v.shape[3]), p.q.element_size(), p.q.device,
+        p.q.shape[0], p.heads, (p.q.shape[3], p.v.shape[3]),
+        (p.q.element_size(), p.k.element_size()), p.q.device,
         p.differentiable, p.request.return_lse,
     )  # fmt: skip
     estimates = {"ulysses": ulysses_work(shape, p.cut), "allgather": allgather_work(shape, p.cut)}
     speeds = GPU if p.q.device.type == "cuda" else CPU  # the ranks agree on the device
     seconds = {name: predicted(work, speeds) for name, work in estimates.items()}
     if method != "auto":
-        return Choice(method, "named by the call", estimates, seconds, refused)
-    possible = [name for name in METHODS if name not in refused]
-    best = min(possible, key=seconds.__getitem__)
-    reason = "the lower predicted time" if len(possible) > 1 else "the only exact one"
-    return Choice(best, reason, estimates, seconds, refused)
-
-
-def _why_not_allgather(p: Problem) -> str:
-    """The argument that this method cannot compute exactly, or an empty string."""
-    if p.request.dropout_p > 0.0 and isinstance(p.cut, PackedCut):
-        # The operators count rows and keys from the same offsets in all sequences of a call.
-        return f"dropout_p is {p.request.dropout_p} with packed sequences"
-    return ""
+        return Choice(method, "named by the call", estimates, seconds)
+    best = min(METHODS, key=seconds.__getitem__)
+    return Choice(best, "the lower predicted time", estimates, seconds)

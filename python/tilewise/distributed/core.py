@@ -6,6 +6,7 @@ tensors that it has received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -55,7 +56,7 @@ class Local:
     def __init__(self, mask: MaskPart | None = None) -> None:
         self._mask = mask
 
-    def _given(self, options: Options, q: Tensor) -> Options:
+    def given(self, options: Options, q: Tensor) -> Options:
         """The options of this call for the heads of q."""
         options = self.options(options)
         if self._mask is None:
@@ -71,21 +72,35 @@ class Local:
         """The state, from the arguments of the forward, its out and the lse of its state."""
         return [q, k, v, out, lse]
 
+    def add_bias(self, sums: Tensor, grad: Tensor) -> None:
+        """Adds the gradient of the part of the bias that this call has used."""
+        sums += grad
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
-        options = self._given(options, q)
-        q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
-        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
-        return Result(out, lse[0], [q, k, v, out, lse])
+        return self.call(q, k, v, self.given(options, q))
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
     ) -> Gradients:
         """See ``Method``."""
+        return self.call_backward(state, dout, dlse, self.given(options, state[0]), wanted)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """The forward of the operator; keys and values of float8 travel as bytes."""
+        k, v = (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x for x in (k, v))
+        q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
+        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
+        return Result(out, lse[0], [q, k, v, out, lse])
+
+    def call_backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """The backward of the operator."""
         if dlse is not None:
             dlse = contiguous_columns(dlse)
         dout = contiguous_columns(dout)
-        grads = _ops.call_backward(dout, dlse, *state, *self._given(options, state[0]), wanted)
+        grads = _ops.call_backward(dout, dlse, *state, *options, wanted)
         return [x if wanted & bit else None for x, bit in zip(grads, WANT_BITS, strict=True)]
 
 
@@ -94,8 +109,8 @@ def part_of(mask: WholeMask | None, places: Any, device: torch.device) -> MaskPa
     return None if mask is None else mask.part(places, device)
 
 
-def of_heads(options: Options, begin: int, end: int) -> Options:
-    """The options of the query heads from `begin` to before `end`."""
+def of_heads(options: Options, begin: int, end: int, key_heads: Sequence[int]) -> Options:
+    """The options of the query heads from `begin` to before `end`, which have these key heads."""
     bias, slopes, sinks = options.bias, options.alibi_slopes, options.sinks
     if bias is not None and bias.shape[1] > 1:
         bias = bias[:, begin:end]
@@ -104,7 +119,13 @@ def of_heads(options: Options, begin: int, end: int) -> Options:
         alibi_slopes=None if slopes is None else slopes[..., begin:end],
         sinks=None if sinks is None else sinks[begin:end],
         head_offset=options.head_offset + begin,
+        k_descale=_of_key_heads(options.k_descale, key_heads),
+        v_descale=_of_key_heads(options.v_descale, key_heads),
     )
+
+
+def _of_key_heads(factors: Tensor | None, key_heads: Sequence[int]) -> Tensor | None:
+    return None if factors is None else factors[:, list(key_heads)]
 
 
 @lru_cache(maxsize=64)
@@ -129,6 +150,12 @@ def no_sums(options: Options, wanted: int) -> Gradients:
         for x, bit in like
     ]
     return [None, None, None, *sums]
+
+
+def add_bias(local: Local, sums: Tensor | None, grad: Tensor | None, begin: int, end: int) -> None:
+    """Adds the gradient of a call's bias, which has the heads from `begin` to before `end`."""
+    if sums is not None and grad is not None:
+        local.add_bias(sums[:, begin:end] if sums.shape[1] > 1 else sums, grad)
 
 
 def add_of_heads(sums: Gradients, grads: Gradients, begin: int, end: int) -> None:

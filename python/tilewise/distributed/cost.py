@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     batch: int
     heads: tuple[int, int]  # of queries, of keys
     columns: tuple[int, int]  # of q and k, of v
-    element_size: int  # bytes
+    element_size: tuple[int, int]  # bytes of an element of q and out, of k and v
     device: torch.device
     differentiable: bool
     return_lse: bool = False
@@ -97,16 +97,16 @@ def ulysses_work(shape: Shape, cut: Cut) -> Work:
     of_q = [len(own) for own in query_heads(heads_q, world)]
     of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
     copies, size_q, size_k = sum(of_kv), sum(rows), sum(keys)
-    worst = 0.0
+    worst, (element, key_element) = 0.0, shape.element_size
     for rank in range(world):
         other_rows, other_keys = size_q - rows[rank], size_k - keys[rank]
         other_heads = heads_q - of_q[rank]
-        total = other_rows * of_q[rank] * d + other_keys * of_kv[rank] * (d + dv)  # q, k, v
-        total += rows[rank] * other_heads * dv  # out
+        total = other_rows * of_q[rank] * d + rows[rank] * other_heads * dv  # q, out
         if shape.differentiable:
             total += other_rows * of_q[rank] * dv + rows[rank] * other_heads * d  # dout, dq
             total += keys[rank] * (copies - of_kv[rank]) * (d + dv)  # dk, dv
-        size = float(total * shape.element_size)
+        size = float(total * element)
+        size += other_keys * of_kv[rank] * (d + dv) * key_element  # k, v
         if shape.return_lse:  # lse and its gradient, in float32
             size += 4.0 * rows[rank] * other_heads
             size += 4.0 * other_rows * of_q[rank] if shape.differentiable else 0.0
@@ -123,10 +123,12 @@ def allgather_work(shape: Shape, cut: Cut) -> Work:
     heads_q, heads_kv = shape.heads
     columns = shape.batch * heads_kv * sum(shape.columns)
     keys, calls = cut.calls()
-    rows = max(
-        2 * to + back if shape.differentiable else to for to, back in moved_keys(keys, calls)
+    element, key_element = shape.element_size
+    of_rows = max(
+        2 * to * key_element + back * element if shape.differentiable else to * key_element
+        for to, back in moved_keys(keys, calls)
     )
-    received = float(rows * columns * shape.element_size)
+    received = float(of_rows * columns)
     world = len(keys)
     groups = allgather.groups(sum(cut.rows), shape.batch, shape.heads, world, shape.device)
     messages = (3 if shape.differentiable else 1) * groups * (world - 1)

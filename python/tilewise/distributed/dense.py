@@ -33,6 +33,11 @@ class DenseCall(Local):
             bias=bias, row_offset=self._call.first, key_offset=span.begin
         )
 
+    def add_bias(self, sums: Tensor, grad: Tensor) -> None:
+        """See ``Local``."""
+        part = sums[:, :, slice(*self._call.rows)] if sums.shape[2] > 1 else sums
+        part[..., self._call.span.begin : self._call.span.end] += grad
+
 
 class DenseCut(NamedTuple):
     """See ``problem.Cut``."""

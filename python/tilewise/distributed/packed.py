@@ -13,19 +13,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._options import Options
-from .core import Gradients, Local, Result, diagonals, part_of, with_diagonal
+from .core import Local, part_of
 from .keys import AllCalls, Bounds, Call, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
+from .packed_call import Order, PackedCall, Part, sizes_of
 
 if TYPE_CHECKING:
-    from .mask_parts import MaskPart, WholeMask
+    from .mask_parts import WholeMask
 
 
 def chunks_of(rank: int, layout: str, world: int) -> tuple[int, ...]:
@@ -129,7 +127,7 @@ class PackedCut(NamedTuple):
         keys = [
             place[sequence, begin] + i
             for number in chunks_of(rank, self.layout, self.world)
-            for sequence, size in enumerate(_sizes(self.starts_k))
+            for sequence, size in enumerate(sizes_of(self.starts_k))
             for begin, end in [_chunk(size, number, self._chunks())]
             for i in range(end - begin)
         ]
@@ -137,10 +135,6 @@ class PackedCut(NamedTuple):
 
     def _chunks(self) -> int:
         return self.world if self.layout == "contiguous" else 2 * self.world
-
-
-def _sizes(starts: Starts) -> list[int]:
-    return [end - begin for begin, end in itertools.pairwise(starts)]
 
 
 def _end_to_end(sizes: list[int]) -> tuple[Runs, ...]:
@@ -152,7 +146,7 @@ def _chunk_starts(starts: Starts, count: int) -> list[int]:
     """Where each chunk begins in the order of chunks."""
     result = [0]
     for number in range(count):
-        of_number = (_chunk(size, number, count) for size in _sizes(starts))
+        of_number = (_chunk(size, number, count) for size in sizes_of(starts))
         result.append(result[-1] + sum(end - begin for begin, end in of_number))
     return result
 
@@ -174,7 +168,7 @@ def _places(starts: Starts, layout: str, world: int, rank: int) -> dict[tuple[in
     """By sequence and first row within it: where a chunk of a rank begins among its rows."""
     result, at = {}, 0
     count = world if layout == "contiguous" else 2 * world
-    for sequence, size in enumerate(_sizes(starts)):
+    for sequence, size in enumerate(sizes_of(starts)):
         for number in chunks_of(rank, layout, world):
             begin, end = _chunk(size, number, count)
             if begin < end:
@@ -191,7 +185,7 @@ def _calls(cut: PackedCut) -> tuple[tuple[Runs, ...], AllCalls]:
 @lru_cache(maxsize=64)
 def _pairs(cut: PackedCut) -> tuple[int, ...]:
     result = [0] * cut.world
-    for size_q, size_k in zip(_sizes(cut.starts_q), _sizes(cut.starts_k), strict=True):
+    for size_q, size_k in zip(sizes_of(cut.starts_q), sizes_of(cut.starts_k), strict=True):
         for rank, runs in enumerate(runs_of(size_q, cut.layout, cut.world)):
             result[rank] += sum(visible_pairs(run, size_q, size_k, cut.window) for run in runs)
     return tuple(result)
@@ -201,7 +195,7 @@ def _pairs(cut: PackedCut) -> tuple[int, ...]:
 def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
     """The calls of a rank: one per chunk number, or one if no score depends on a place."""
     count = cut.world if cut.layout == "contiguous" else 2 * cut.world
-    sizes = list(zip(_sizes(cut.starts_q), _sizes(cut.starts_k), strict=True))
+    sizes = list(zip(sizes_of(cut.starts_q), sizes_of(cut.starts_k), strict=True))
     numbers = chunks_of(rank, cut.layout, cut.world)
     calls: dict[int, ChunkCall] = {}
     for number in numbers:
@@ -241,87 +235,12 @@ def _holding(size: int, count: int, span: Span) -> Run:
     return first, last
 
 
-class Order:
-    """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them."""
-
-    def __init__(self, index: tuple[int, ...] | list[int], rows: int, device: torch.device) -> None:
-        self._index = torch.tensor(index, dtype=torch.int64).to(device)
-        self._rows = rows
-
-    def pick(self, x: Tensor) -> Tensor:
-        """[1, rows, ...] as [picked rows, ...]."""
-        return x[0].index_select(0, self._index)
-
-    def put(self, y: Tensor) -> Tensor:
-        """[picked rows, ...] as [1, rows, ...]; rows that were not picked get 0."""
-        some = y.shape[0] < self._rows
-        x = (y.new_zeros if some else y.new_empty)((self._rows, *y.shape[1:]))
-        return x.index_copy_(0, self._index, y).unsqueeze(0)
-
-
-class PackedCall(Local):
-    """A call of packed sequences whose rows and keys come in another order."""
-
-    def __init__(
-        self, rows: tuple[int, ...] | None, keys: tuple[int, ...], starts_q: Starts,
-        starts_k: Starts, device: torch.device, diagonal: Tensor | None = None,
-        all_keys: int | None = None, mask: MaskPart | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(mask)
-        self._rows = None if rows is None else Order(rows, len(rows), device)
-        self._keys = Order(keys, len(keys) if all_keys is None else all_keys, device)
-        self._diagonal = diagonal
-        self._cu_q, self._cu_k = (
-            torch.tensor(x, dtype=torch.int32).to(device) for x in (starts_q, starts_k)
-        )
-        self._most = [max(_sizes(x), default=0) for x in (starts_q, starts_k)]
-
-    def options(self, options: Options) -> Options:
-        """The options with the sequences of the call and their places."""
-        return with_diagonal(options, self._diagonal)._replace(
-            cu_seqlens_q=self._cu_q, cu_seqlens_k=self._cu_k,
-            max_seqlen_q=self._most[0], max_seqlen_k=self._most[1],
-        )  # fmt: skip
-
-    def _pick_rows(self, x: Tensor) -> Tensor:
-        return x[0] if self._rows is None else self._rows.pick(x)
-
-    def _put_rows(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0) if self._rows is None else self._rows.put(x)
-
-    def _lse_out(self, lse: Tensor) -> Tensor:
-        return self._put_rows(lse.transpose(0, 1)).transpose(1, 2)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
-        """See ``Method``."""
-        picked = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
-        out, lse, state = super().forward(*picked, options)
-        return Result(self._put_rows(out), self._lse_out(lse), state)
-
-    def state_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        """See ``Local``."""
-        keys = self._keys.pick(k), self._keys.pick(v)
-        return [self._pick_rows(q), *keys, self._pick_rows(out), lse]
-
-    def backward(
-        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
-    ) -> Gradients:
-        """See ``Method``."""
-        dout = self._pick_rows(dout)
-        if dlse is not None:
-            dlse = self._pick_rows(dlse.transpose(1, 2)).transpose(0, 1)
-        grads = super().backward(state, dout, dlse, options, wanted)
-        for i, put in enumerate((self._put_rows, self._keys.put, self._keys.put)):
-            x = grads[i]
-            grads[i] = None if x is None else put(x)
-        return grads
-
-
 @lru_cache(maxsize=32)
 def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
     q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
+    orders = Order(q, len(q), device), Order(k, len(k), device)
     mask = part_of(cut.mask, None, device)
-    return PackedCall(q, k, cut.starts_q, cut.starts_k, device, mask=mask)
+    return PackedCall(orders, cut.starts_q, cut.starts_k, device, None, mask)
 
 
 @lru_cache(maxsize=32)
@@ -337,7 +256,7 @@ def _orders(cut: PackedCut, rank: int, device: torch.device) -> tuple[Order, Ord
 
 def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
     count = cut.world if cut.layout == "contiguous" else 2 * cut.world
-    sizes, starts = _sizes(cut.starts_k), _chunk_starts(cut.starts_k, count)
+    sizes, starts = sizes_of(cut.starts_k), _chunk_starts(cut.starts_k, count)
     first, last = call.chunks
     begins: dict[tuple[int, int], int] = {}  # by sequence and chunk: among the keys of the call
     at = 0
@@ -353,15 +272,14 @@ def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
         begin, end = call.keys.get(sequence, (0, 0))
         index += list(_keys_between(begin, end, size, count, sequence, begins))
         cu_k.append(cu_k[-1] + end - begin)
-    moved = tuple(call.diagonals.get(sequence, 0) for sequence in range(len(sizes)))
-    places = tuple(
-        (call.rows.get(sequence, [(0, 0)])[0], call.keys.get(sequence, (0, 0)))
-        for sequence in range(len(sizes))
+    sequences = range(len(sizes))
+    part = Part(
+        tuple((call.rows.get(i, [(0, 0)])[0], call.keys.get(i, (0, 0))) for i in sequences),
+        tuple(call.diagonals.get(i, 0) for i in sequences),
     )
-    return PackedCall(
-        None, tuple(index), tuple(cu_q), tuple(cu_k), device, diagonals(moved, device), at,
-        part_of(cut.mask, places, device),
-    )  # fmt: skip
+    orders = None, Order(tuple(index), at, device)
+    mask = part_of(cut.mask, part.places, device)
+    return PackedCall(orders, tuple(cu_q), tuple(cu_k), device, part, mask)
 
 
 def _keys_between(
@@ -374,20 +292,3 @@ def _keys_between(
         if first < last:
             base = begins[sequence, number] - low
             yield from range(base + first, base + last)
-
-
-class Reordered(torch.autograd.Function):
-    """x [1, rows, ...] in an order of all rows, or back from it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, back: bool) -> Tensor:
-        """Picks the rows, or puts them back."""
-        ctx.plan = order, back
-        return order.put(x[0]) if back else order.pick(x).unsqueeze(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The inverse."""
-        order, back = ctx.plan
-        return (order.pick(dy).unsqueeze(0) if back else order.put(dy[0])), None, None

@@ -20,6 +20,7 @@ from .dense import DenseCut
 from .grid import Grid
 from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
 from .packed import PackedCut
+from .packed_call import sizes_of
 from .ranks import Ranks, all_gather, sum_dtype
 from .transport import VARIABLE as TRANSPORT
 
@@ -87,7 +88,10 @@ class Problem(NamedTuple):
         return sum(self.cut.rows)
 
     @property
-    def size_k(self) -> int:
+    def longest_k(self) -> int:
+        """The keys of the longest sequence."""
+        if isinstance(self.cut, PackedCut):
+            return max(sizes_of(self.cut.starts_k), default=0)
         return sum(self.cut.keys)
 
     @property
@@ -142,7 +146,7 @@ def prepare(
         check_layout(layout)
         check_method(method, grid)
         if ranks.world > 1:
-            _refuse(q, k, v, request)
+            _refuse_dtensors(q, k, v)
         _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
@@ -155,7 +159,7 @@ def prepare(
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
         _check_mask(request.mask, tensors[0], tensors[0].shape[0])
-        same = _same(local[0], request, (options.window_left, options.window_right))
+        same = _same(local[0], request, (options.window_left, options.window_right), False)
         same |= {
             "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
             "hosts of mesh": str(grid and grid.between.world),
@@ -194,7 +198,7 @@ def prepare_varlen(
     method: str, request: Request, reduce_replicated: bool,
 ) -> Problem:  # fmt: skip
     """As ``prepare``, for packed sequences whose ends all ranks know."""
-    local: list[tuple[Tensor, Tensor, Tensor]] = []
+    local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
     cuts: list[PackedCut] = []
     left, right = _check.window_bounds(request.causal, request.window)
     window = (None if left < 0 else left, None if right < 0 else right)
@@ -202,9 +206,7 @@ def prepare_varlen(
     def describe() -> Call:
         check_layout(layout)
         check_method(method)
-        _refuse(q, k, v, request)
-        if request.bias is not None:
-            raise ValueError("bias is given, but attention_varlen over several ranks takes none")
+        _refuse_dtensors(q, k, v)
         starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
         if len(starts[0]) != len(starts[1]):
             raise ValueError(
@@ -212,11 +214,14 @@ def prepare_varlen(
                 "cu_seqlens_q"
             )
         _check.dropout(request.dropout_p)
-        tensors = _torch._autocast(q, k, v, None)[:3]
+        *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
-        _check.varlen(*tensors, False)
-        _torch.score_options(tensors[0], len(starts[0]) - 1, request._replace(dropout_p=0.0))
-        _check_mask(request.mask, tensors[0], len(starts[0]) - 1)
+        _check.varlen(tensors[0], tensors[1], tensors[2], False)
+        batch = len(starts[0]) - 1
+        options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
+        _torch.with_descale(options, tensors[0], tensors[1], request, batch)
+        _check_mask(request.mask, tensors[0], batch)
+        bias = _packed_bias(bias, tensors[0], starts)
         cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
             if x.shape[0] != counts[ranks.rank]:
@@ -224,9 +229,9 @@ def prepare_varlen(
                     f"{name} on rank {ranks.rank} has {x.shape[0]} rows, but layout {layout!r} of "
                     f"cu_seqlens over {ranks.world} ranks gives it {counts[ranks.rank]}"
                 )
-        local.append((tensors[0].unsqueeze(0), tensors[1].unsqueeze(0), tensors[2].unsqueeze(0)))
+        local.append((*(x.unsqueeze(0) for x in tensors), bias))
         cuts.append(cut)
-        same = _same((*local[0], None), request, (left, right))
+        same = _same(local[0], request, (left, right), True)
         same |= {
             "layout": repr(layout), "method": repr(method),
             "cu_seqlens_q": _short(starts[0]), "cu_seqlens_k": _short(starts[1]),
@@ -235,14 +240,27 @@ def prepare_varlen(
         return Call(same)
 
     agree(ranks, "attention_varlen", describe)
-    request = request._replace(causal=False, window=window, mask=None)
+    request = request._replace(bias=None, causal=False, window=window, mask=None)
+    q, k, v, bias = local[0]
     if reduce_replicated:
         request = request._replace(
             sinks=_reduced(request.sinks, ranks, "sinks"),
             scale=_reduced(request.scale, ranks, "scale"),
         )
+        bias = _reduced(bias, ranks, "bias")
     (cut,) = cuts
-    return Problem(ranks, *local[0], None, False, request, cut, len(cut.starts_q) - 1)
+    return Problem(ranks, q, k, v, bias, False, request, cut, len(cut.starts_q) - 1)
+
+
+def _packed_bias(bias: Tensor | None, q: Tensor, starts: tuple[Starts, Starts]) -> Tensor | None:
+    """The bias with four dimensions, after its checks."""
+    if bias is None:
+        return None
+    _torch._check_bias(bias, q)
+    _check.bias(bias, len(starts[0]) - 1, q.shape[1], None, None)
+    bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    _check.varlen_bias(bias.shape, *(max(sizes_of(x), default=0) for x in starts))
+    return bias
 
 
 def _short(starts: Starts) -> str:
@@ -254,7 +272,11 @@ def _short(starts: Starts) -> str:
 
 
 def _by_place(request: Request) -> bool:
-    return request.alibi_slopes is not None or request.dropout_p > 0.0 or request.mask is not None
+    """Whether results depend on the places of rows and keys. The rows of a bias of equal lengths
+    are those of the rank, and it has been taken out of the request.
+    """
+    given = request.alibi_slopes, request.mask, request.bias
+    return request.dropout_p > 0.0 or any(x is not None for x in given)
 
 
 def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
@@ -274,31 +296,25 @@ def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
     return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
 
 
-def _refuse(q: Any, k: Any, v: Any, request: Request) -> None:
-    """Refuses what no method computes over several ranks."""
+def _refuse_dtensors(q: Any, k: Any, v: Any) -> None:
+    """Refuses tensors of PyTorch that know of ranks themselves."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
                 f"{name}.to_local()"
             )
-    for name in ("k_descale", "v_descale"):
-        if getattr(request, name) is not None:
-            raise ValueError(f"{name} is given, but no method takes float8 keys over several ranks")
-    if isinstance(k, Tensor) and _check.is_float8(k.dtype):
-        raise TypeError(
-            f"k has dtype {k.dtype}, but must have that of q over several ranks: no method takes "
-            "float8 keys yet"
-        )
 
 
 def _same(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], request: Request, window: tuple[int, int]
-) -> dict[str, str]:
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], request: Request,
+    window: tuple[int, int], packed: bool,
+) -> dict[str, str]:  # fmt: skip
     """The values that must be the same on all ranks, by name."""
     given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
-             "alibi_slopes": request.alibi_slopes}  # fmt: skip
-    rows_at = {"q": 1, "k": 1, "v": 1, "bias": 2}
+             "alibi_slopes": request.alibi_slopes, "k_descale": request.k_descale,
+             "v_descale": request.v_descale}  # fmt: skip
+    rows_at = {"q": 1, "k": 1, "v": 1} | ({} if packed else {"bias": 2})
     same: dict[str, str] = {
         "window with causal": str(window), "device": tensors[0].device.type,
         TRANSPORT: os.environ.get(TRANSPORT, "messages"),

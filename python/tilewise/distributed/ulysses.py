@@ -269,14 +269,15 @@ class Ulysses:
         own = plan.heads[group][self._ranks.rank]
         return (own[0], own[-1] + 1) if own else (0, 0)
 
-    def _options(self, options: Options, plan: HeadPlan, group: int) -> Options:
+    def _options(self, options: Options, plans: Sequence[HeadPlan], group: int) -> Options:
         """The options of a group; the bias has the heads of this rank only."""
+        plan, key_heads = plans[0], plans[1].heads[group][self._ranks.rank]
         begin, end = self._own(plan, group)
         bias = options.bias
         if bias is not None and bias.shape[1] > 1:
             first = query_heads(plan.total, self._ranks.world)[self._ranks.rank][0]
             bias = bias[:, begin - first : end - first]
-        return of_heads(options._replace(bias=None), begin, end)._replace(bias=bias)
+        return of_heads(options._replace(bias=None), begin, end, key_heads)._replace(bias=bias)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
@@ -293,9 +294,7 @@ class Ulysses:
         def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any]:
             result = _nothing(*x)
             if x[0].shape[2]:
-                result = self._inner.forward(
-                    x[0], x[1], x[2], self._options(options, plan_q, group)
-                )
+                result = self._inner.forward(x[0], x[1], x[2], self._options(options, plans, group))
             self._sizes.append(len(result.state))
             state.extend(result.state)
             lse = result.lse.transpose(1, 2).unsqueeze(3)
@@ -325,7 +324,7 @@ class Ulysses:
             own = state[starts[group] : starts[group + 1]]
             if own:
                 dlse = x[1].squeeze(3).transpose(1, 2) if len(x) > 1 else None
-                part = self._options(options, plan_q, group)
+                part = self._options(options, plans, group)
                 grads = self._inner.backward(own, x[0], dlse, part, wanted)
                 begin, end = self._own(plan_q, group)
                 add_of_heads(results, grads, begin, end)

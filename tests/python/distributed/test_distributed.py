@@ -130,8 +130,8 @@ def arguments(b: Built, layout: str, group) -> tuple[list, dict]:
     options["sinks"], options["deterministic"] = b.sinks, c.deterministic
     options["alibi_slopes"] = None if b.slopes is None else b.slopes.to(device())
     if b.bias is not None:
-        rows = td.shard(b.bias, 2, **where) if "r" in c.bias else b.bias
-        options["bias"] = rows
+        whole = c.varlen_q or "r" not in c.bias
+        options["bias"] = b.bias if whole else td.shard(b.bias, 2, **where)
     options["mask"] = mask_of(b)
     for name in ("scale", "sinks", "bias"):
         if torch.is_tensor(options.get(name)):
@@ -190,7 +190,7 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
     dims = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
     if c.varlen_q:
         dims = {"out": 0, "lse": 1, "dq": 0, "dk": 0, "dv": 0}
-    if c.bias is not None and "r" in c.bias:
+    elif c.bias is not None and "r" in c.bias:
         dims["dbias"] = 2
     result = {}
     for n in parts[0]:
@@ -210,10 +210,6 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
             np.moveaxis(whole, dims[n], 0)[where] = np.moveaxis(part[n], dims[n], 0)
         result[n] = whole
     return result
-
-
-def possible(c: Case, method: str) -> bool:
-    return method != "allgather" or not (c.varlen_q and c.dropout_p)
 
 
 def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
@@ -269,9 +265,15 @@ PACKED = {
     "alibi_full": {"alibi": "bh", "keys": (4, 30, 0, 9, 2, 25)},
     "alibi_both_sides": {"alibi": "h", "window": (6, 3)},
     "dropout": {"dropout_p": 0.3},
+    "dropout_other_keys": {"dropout_p": 0.4, "keys": (4, 30, 0, 9, 2, 25), "window": (7, 1)},
+    "bias_all": {"bias": "bhr", "window": CAUSAL},
+    "bias_rows": {"bias": "r", "bias_hides": True, "keys": (4, 30, 0, 9, 2, 25)},
+    "bias_heads": {"bias": "bh", "heads_kv": 5, "group": 1},
+    "bias_keys": {"bias": "", "window": (7, 2)},
     "everything": {
         "softcap": 1.2, "alibi": "h", "sinks": True, "scale_ptr": True, "scale": 0.3,
-        "window": (9, 0), "heads_kv": 2, "group": 3, "head_dim_v": 8,
+        "window": (9, 0), "heads_kv": 2, "group": 3, "head_dim_v": 8, "bias": "hr",
+        "dropout_p": 0.1, "mask_ranges": RANGES,
     },
 }  # fmt: skip
 PACKED_BASE = replace(
@@ -283,8 +285,7 @@ PACKED_BASE = replace(
 def test_packed_sequences(pool, world):
     for options in PACKED.values():
         case = replace(PACKED_BASE, **options)
-        methods = [method for method in METHODS if possible(case, method)]
-        check_ranks(pool, case, [(world, m, layout) for m in methods for layout in LAYOUTS])
+        check_ranks(pool, case, [(world, m, layout) for m in METHODS for layout in LAYOUTS])
 
 
 RANDOM = dict(
@@ -318,7 +319,7 @@ def test_random_problems(pool, case, world, method, layout):
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
     case = with_possible_mask(case)
-    check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
+    check_ranks(pool, case, [(world, method, layout)])
 
 
 @given(**RANDOM)
@@ -327,11 +328,10 @@ def test_random_packed_problems(pool, case, world, method, layout):
     """The random problems of one process, changed to packed sequences."""
     case = replace(
         case, varlen_q=True, varlen_k=True, tail_q=0, tail_k=0, page_size=0, share_pages=False,
-        used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0, bias=None,
-        bias_hides=False,
+        used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
     case = with_possible_mask(case)
-    check_ranks(pool, case, [(world, method if possible(case, method) else "ulysses", layout)])
+    check_ranks(pool, case, [(world, method, layout)])
 
 
 def repeated(group, case, method, layout):

@@ -286,11 +286,6 @@ def packed_calls(group):
     q, k, v = (y[0].clone() for y in tensors())
     shards = [td.shard(y, 0, **where) for y in (q, k, v)]
     common = {"group": group, "causal": True}
-    if world > 1:
-        choice = td.explain(*shards, cu_seqlens_q=cu, dropout_p=0.1, **common)
-        assert choice.method == "ulysses" and "(the only exact one)" in str(choice)
-        why = "not exact here: dropout_p is 0.1 with packed sequences"
-        assert f"allgather: {why}" in str(choice)
     out = td.attention_varlen(*shards, cu, **common)
     lengths = torch.tensor(cu, dtype=torch.int32)
     expected = tilewise.attention_varlen(q, k, v, lengths, lengths, causal=True)
@@ -303,7 +298,7 @@ def packed_calls(group):
         lambda: td.attention_varlen(*shards, cu, [0, 24], **common),
         lambda: td.attention_varlen(*shards, "ab", **common),
         lambda: td.shard(x, 0, **{**where, "cu_seqlens": [0, 23]}),
-        lambda: td.attention_varlen(*shards, cu, dropout_p=0.1, method="allgather", **common),
+        lambda: td.attention_varlen(*shards, cu, bias=torch.zeros(18, 19), **common),
     )
     return [error_of(call) for call in calls]
 
@@ -324,7 +319,7 @@ def test_packed_calls(pool):
         assert "cu_seqlens_k has 2 entries, but must have 4 like cu_seqlens_q" in messages[2]
         assert "cu_seqlens_q is 'ab', but must be a sequence of integers" in messages[3]
         assert "cu_seqlens ends with 23, but there are 24 rows" in messages[4]
-        assert "packed sequences, which method='allgather' cannot compute" in messages[5]
+        assert "[1, 1, 18, 19] with 18 rows, but the longest sequence has 19" in messages[5]
 
 
 # --- refusals and ranks that differ ---------------------------------------------------------------
@@ -338,7 +333,7 @@ def refused(group, kind):
         mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
         q = torch.distributed.tensor.distribute_tensor(q.detach(), mesh)
     elif kind == "descale":
-        options["k_descale"] = torch.ones(1, 1)
+        options["k_descale"] = torch.ones(1, 3)
     elif kind == "bias keys":
         options["bias"] = torch.zeros(12, 12)
     elif rank == 1:
@@ -384,7 +379,7 @@ def refused(group, kind):
 REFUSALS = {
     "dropout": "dropout_p is 0.1 on rank 1, but 0.0 on rank 0",
     "dtensor": "q is a DTensor, but must be a tensor of this rank's rows: pass q.to_local()",
-    "descale": "k_descale is given, but no method takes float8 keys over several ranks",
+    "descale": "k_descale is given, but belongs to float8_e4m3 keys and values",
     "bias keys": "bias has 12 keys, but must have 1 or the 24 keys of the whole sequence",
     "causal": "window with causal is (-1, -1) on rank 1, but (-1, 0) on rank 0",
     "transport": "TRANSPORT is copies on rank 1, but messages on rank 0",

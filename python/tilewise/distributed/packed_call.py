@@ -1,0 +1,230 @@
+"""A call of packed sequences: the order of its rows and keys, and the place of its part of each
+sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._options import Options
+from .core import Gradients, Local, Result, diagonals, with_diagonal
+from .layout import Run, Starts
+
+if TYPE_CHECKING:
+    from .mask_parts import MaskPart
+
+
+def sizes_of(starts: Starts) -> list[int]:
+    """The length of each sequence."""
+    return [end - begin for begin, end in itertools.pairwise(starts)]
+
+
+class Order:
+    """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them."""
+
+    def __init__(self, index: tuple[int, ...] | list[int], rows: int, device: torch.device) -> None:
+        self._index = torch.tensor(index, dtype=torch.int64).to(device)
+        self._rows = rows
+
+    def pick(self, x: Tensor) -> Tensor:
+        """[1, rows, ...] as [picked rows, ...]."""
+        return x[0].index_select(0, self._index)
+
+    def put(self, y: Tensor) -> Tensor:
+        """[picked rows, ...] as [1, rows, ...]; rows that were not picked get 0."""
+        some = y.shape[0] < self._rows
+        x = (y.new_zeros if some else y.new_empty)((self._rows, *y.shape[1:]))
+        return x.index_copy_(0, self._index, y).unsqueeze(0)
+
+
+class Part(NamedTuple):
+    """Which rows and keys of each sequence a call has, and the diagonals (see ``keys.Span``)."""
+
+    places: tuple[tuple[Run, Run], ...]
+    diagonals: tuple[int, ...]
+
+
+class _Step(NamedTuple):
+    """One call of the operator, with the options that it replaces."""
+
+    rows: slice
+    keys: slice
+    replaced: dict[str, Any]
+
+
+class PackedCall(Local):
+    """A call of packed sequences whose rows and keys come in another order; without a part, it has
+    all rows and keys.
+    """
+
+    def __init__(
+        self, orders: tuple[Order | None, Order], starts_q: Starts, starts_k: Starts,
+        device: torch.device, part: Part | None, mask: MaskPart | None,
+    ) -> None:  # fmt: skip
+        super().__init__(mask)
+        (self._rows, self._keys), self._part = orders, part
+        self._diagonal = None if part is None else diagonals(part.diagonals, device)
+        self._starts, self._device = (starts_q, starts_k), device
+        self._cu_q, self._cu_k = (
+            torch.tensor(x, dtype=torch.int32).to(device) for x in (starts_q, starts_k)
+        )
+        self._most = [max(sizes_of(x), default=0) for x in (starts_q, starts_k)]
+
+    def options(self, options: Options) -> Options:
+        """The options with the sequences of the call, their places and parts of the bias."""
+        if options.bias is not None:
+            options = options._replace(bias=self._part_of_bias(options.bias))
+        return with_diagonal(options, self._diagonal)._replace(
+            cu_seqlens_q=self._cu_q, cu_seqlens_k=self._cu_k,
+            max_seqlen_q=self._most[0], max_seqlen_k=self._most[1],
+        )  # fmt: skip
+
+    def _pairs_of_bias(self, whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each sequence: its place in the whole bias, and in that of the call."""
+        assert self._part is not None
+        pairs = []
+        for i, ((first, last), (begin, end)) in enumerate(self._part.places):
+            own = whole[i if whole.shape[0] > 1 else 0, ..., begin:end]
+            mine = part[i, ..., : end - begin]
+            if whole.shape[2] > 1:
+                own, mine = own[:, first:last], mine[:, : last - first]
+            pairs.append((own, mine))
+        return pairs
+
+    def _part_of_bias(self, bias: Tensor) -> Tensor:
+        if self._part is None:
+            return bias
+        rows = self._most[0] if bias.shape[2] > 1 else 1
+        shape = (len(self._part.places), bias.shape[1], rows, self._most[1])
+        part = bias.new_zeros(shape)
+        for own, mine in self._pairs_of_bias(bias, part):
+            mine.copy_(own)
+        return part
+
+    def add_bias(self, sums: Tensor, grad: Tensor) -> None:
+        """See ``Local``."""
+        if self._part is None:
+            sums += grad
+            return
+        for own, mine in self._pairs_of_bias(sums, grad):
+            own += mine
+
+    def _steps(self, options: Options) -> list[_Step]:
+        """One call, or with dropout one per sequence: a call has one offset of rows and keys, and
+        the parts of the sequences have different ones. Other sequences are empty in such a call, so
+        that sequences keep their numbers.
+        """
+        steps = []
+        if options.dropout_p > 0.0 and self._part is not None:
+            starts_q, starts_k = self._starts
+            for i, (rows, keys) in enumerate(self._part.places):
+                own = tuple(slice(x[i], x[i + 1]) for x in self._starts)
+                if starts_q[i] == starts_q[i + 1]:
+                    continue
+                alone = [
+                    torch.tensor([0] * (i + 1) + [x[i + 1] - x[i]] * (len(x) - 1 - i),
+                                 dtype=torch.int32).to(self._device)
+                    for x in (starts_q, starts_k)
+                ]  # fmt: skip
+                steps.append(_Step(own[0], own[1], {
+                    "cu_seqlens_q": alone[0], "cu_seqlens_k": alone[1],
+                    "row_offset": rows[0], "key_offset": keys[0],
+                }))  # fmt: skip
+        return steps or [_Step(slice(None), slice(None), {})]
+
+    def _pick_rows(self, x: Tensor) -> Tensor:
+        return x[0] if self._rows is None else self._rows.pick(x)
+
+    def _put_rows(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0) if self._rows is None else self._rows.put(x)
+
+    def _lse_out(self, lse: Tensor) -> Tensor:
+        return self._put_rows(lse.transpose(0, 1)).transpose(1, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
+        given = self.given(options, q)
+        parts = [
+            self.call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced))
+            for s in self._steps(given)
+        ]
+        out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)
+        state = [q, k, v, out, _cat([x.state[-1] for x in parts], -1)]
+        return Result(self._put_rows(out), self._lse_out(lse), state)
+
+    def state_of(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """See ``Local``."""
+        keys = self._keys.pick(k), self._keys.pick(v)
+        return [self._pick_rows(q), *keys, self._pick_rows(out), lse]
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        dout = self._pick_rows(dout)
+        if dlse is not None:
+            dlse = self._pick_rows(dlse.transpose(1, 2)).transpose(0, 1)
+        q, k, v, out, lse = state
+        given = self.given(options, q)
+        steps = self._steps(given)
+        parts = [
+            self.call_backward(
+                [q[s.rows], k[s.keys], v[s.keys], out[s.rows], lse[..., s.rows].contiguous()],
+                dout[s.rows],
+                None if dlse is None else dlse[..., s.rows], given._replace(**s.replaced), wanted,
+            )
+            for s in steps
+        ]  # fmt: skip
+        grads = _joined(parts, steps, state)
+        for i, put in enumerate((self._put_rows, self._keys.put, self._keys.put)):
+            x = grads[i]
+            grads[i] = None if x is None else put(x)
+        return grads
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _joined(parts: list[Gradients], steps: list[_Step], state: list[Tensor]) -> Gradients:
+    """The gradients of all steps; keys of sequences without rows get 0."""
+    if len(parts) == 1 and steps[0].keys == slice(None):
+        return parts[0]
+    joined: Gradients = []
+    for i, of_steps in enumerate(zip(*parts, strict=True)):
+        given = [x for x in of_steps if x is not None]
+        if not given:
+            joined.append(None)
+        elif i == 0:
+            joined.append(_cat(given, 0))
+        elif i < 3:
+            whole = torch.zeros_like(state[i])
+            for step, x in zip(steps, given, strict=True):
+                whole[step.keys] = x
+            joined.append(whole)
+        else:
+            joined.append(torch.stack(given).sum(0))
+    return joined
+
+
+class Reordered(torch.autograd.Function):
+    """x [1, rows, ...] in an order of all rows, or back from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order, back: bool) -> Tensor:
+        """Picks the rows, or puts them back."""
+        ctx.plan = order, back
+        return order.put(x[0]) if back else order.pick(x).unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """The inverse."""
+        order, back = ctx.plan
+        return (order.pick(dy).unsqueeze(0) if back else order.put(dy[0])), None, None
