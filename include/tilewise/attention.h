@@ -19,7 +19,8 @@ typedef struct tilewise_attention {
   uint32_t struct_size;
   int32_t device;       /* tilewise_device */
   int32_t device_index; /* ordinal of the GPU; 0 for the CPU */
-  int32_t dtype;        /* tilewise_dtype of q, k, v, out */
+  int32_t dtype;        /* tilewise_dtype of q; also of k and v, unless kv_float8 is 1, and of out,
+                           unless out_dtype is given */
   void* stream;         /* CUDA stream; not read for the CPU */
 
   int64_t batch;      /* B, the number of sequences: 0..2^31-1 */
@@ -98,8 +99,8 @@ typedef struct tilewise_attention {
   int32_t batch_invariant; /* 1: out, lse and the gradients of q, k and v of a sequence are
                               bitwise independent of the other sequences in the batch; num_splits
                               must be 0 */
-  int32_t kv_float8;       /* 1: k and v are float8_e4m3, and q is float16 or bfloat16; their values
-                              are multiplied by the descales. Forward only */
+  int32_t kv_float8;       /* 1: k and v are float8_e4m3, also where q is float16 or bfloat16; their
+                              values are multiplied by the descales. Forward only */
   const float* k_descale;  /* fp32 [B, Hkv]; NULL: 1 */
   const float* v_descale;
   int64_t k_descale_stride_batch; /* 0 broadcasts */
@@ -130,6 +131,13 @@ typedef struct tilewise_attention {
   int64_t heads_q_total; /* query heads of the larger problem; 0 means heads_q */
 
   const tilewise_mask* mask; /* in host memory, with arrays on the device; NULL: none */
+
+  int32_t out_dtype;      /* tilewise_out_dtype of out and dout */
+  int32_t reserved;       /* 0 */
+  const float* q_descale; /* fp32 [B, Hkv]: q of float8_e4m3 is multiplied by it, with one factor
+                             for all query heads that share a head of k and v; NULL: 1 */
+  int64_t q_descale_stride_batch; /* 0 broadcasts */
+  int64_t q_descale_stride_head;
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or

@@ -29,6 +29,15 @@ typedef enum tilewise_dtype {
   TILEWISE_FLOAT8_E4M3 = 3
 } tilewise_dtype;
 
+/* The dtype of out. 0 stands for that of q, or for bfloat16 where q is float8_e4m3. No kernel
+ * family converts its output yet: another dtype than that of q is TILEWISE_UNSUPPORTED. */
+typedef enum tilewise_out_dtype {
+  TILEWISE_OUT_DEFAULT = 0,
+  TILEWISE_OUT_FLOAT32 = 1,
+  TILEWISE_OUT_FLOAT16 = 2,
+  TILEWISE_OUT_BFLOAT16 = 3
+} tilewise_out_dtype;
+
 typedef enum tilewise_device { TILEWISE_CPU = 0, TILEWISE_CUDA = 1 } tilewise_device;
 
 typedef enum tilewise_pass {

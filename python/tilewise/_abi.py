@@ -145,6 +145,11 @@ class Attention(ctypes.Structure):
         ("head_offset", c_int64),
         ("heads_q_total", c_int64),
         ("mask", POINTER(Mask)),
+        ("out_dtype", c_int32),
+        ("reserved", c_int32),
+        ("q_descale", c_void_p),
+        ("q_descale_stride_batch", c_int64),
+        ("q_descale_stride_head", c_int64),
     ]
 
 

@@ -41,13 +41,30 @@ struct Dtypes {
 
   // Whether keys and values are stored in fewer bits than the queries have.
   TILEWISE_FN constexpr bool converts_kv() const { return kv != q; }
+  // Whether keys and values have descales.
+  TILEWISE_FN constexpr bool scales_kv() const { return kv == TILEWISE_FLOAT8_E4M3; }
 };
+
+TILEWISE_FN constexpr int32_t out_dtype_of(const tilewise_attention& given) {
+  switch (given.out_dtype) {
+    case TILEWISE_OUT_FLOAT32:
+      return TILEWISE_FLOAT32;
+    case TILEWISE_OUT_FLOAT16:
+      return TILEWISE_FLOAT16;
+    case TILEWISE_OUT_BFLOAT16:
+      return TILEWISE_BFLOAT16;
+    default:
+      return given.dtype == TILEWISE_FLOAT8_E4M3 ? TILEWISE_BFLOAT16 : given.dtype;
+  }
+}
+// An append writes a copy of q in the dtype of q.
+TILEWISE_FN constexpr int32_t out_dtype_of(const tilewise_kv_append& given) { return given.dtype; }
 
 // `Given` is a problem, or an append to its cache.
 template <class Given>
 TILEWISE_FN constexpr Dtypes dtypes_of(const Given& given) {
   const int32_t kv = given.kv_float8 != 0 ? TILEWISE_FLOAT8_E4M3 : given.dtype;
-  return {.q = given.dtype, .kv = kv, .out = given.dtype};
+  return {.q = given.dtype, .kv = kv, .out = out_dtype_of(given)};
 }
 
 }  // namespace tilewise

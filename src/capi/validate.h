@@ -30,14 +30,15 @@ Pass checked_pass(int32_t pass, Pass first, Pass second);
 void check_device(int32_t device, int32_t device_index);
 void check_parallel(const tilewise_parallel* parallel);
 
-// The scale factors of a float8_e4m3 cache.
+// The factors of a tensor of float8_e4m3, [batch, heads_kv].
 struct Descale {
+  const char* name;
   const float* data;
   int64_t stride_batch;
   int64_t stride_head;
 };
-void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
-                  int64_t batch, int64_t heads_kv);
+// `is_float8`: whether the tensor of these factors is float8_e4m3.
+void check_descale(const Descale& descale, bool is_float8, int64_t batch, int64_t heads_kv);
 
 // Checks a mask and, with Contents::read, the entries of its arrays. The problem keeps the caller's
 // struct, whose fields are all known since its first version.

@@ -231,6 +231,17 @@ void check_entries(const Append& a) {
   check_written_once(written);
 }
 
+void check_float8(const Append& a) {
+  check_range("kv_float8", a.kv_float8, 0, 1);
+  require(a.kv_float8 == 0 || a.dtype != TILEWISE_FLOAT32, "kv_float8 is 1 with dtype ",
+          dtype_name(a.dtype), ": float16 and bfloat16 are allowed");
+  const bool is_float8 = dtypes_of(a).scales_kv();
+  check_descale({"k_descale", a.k_descale, a.k_descale_stride_batch, a.k_descale_stride_head},
+                is_float8, a.batch, a.heads_kv);
+  check_descale({"v_descale", a.v_descale, a.v_descale_stride_batch, a.v_descale_stride_head},
+                is_float8, a.batch, a.heads_kv);
+}
+
 }  // namespace
 
 tilewise_kv_append validated_append(const tilewise_kv_append* given) {
@@ -250,9 +261,7 @@ tilewise_kv_append validated_append(const tilewise_kv_append* given) {
   check_sizes(a);
   check_cache(a);
   check_rotary(a);
-  check_float8(
-      a.kv_float8, a.dtype, {a.k_descale, a.k_descale_stride_batch, a.k_descale_stride_head},
-      {a.v_descale, a.v_descale_stride_batch, a.v_descale_stride_head}, a.batch, a.heads_kv);
+  check_float8(a);
   check_tensors(a);
   check_index_pointers(a);
   if (a.device == TILEWISE_CPU) check_entries(a);

@@ -1,6 +1,5 @@
 #include <cfloat>
 #include <cmath>
-#include <utility>
 
 #include "attention/request.h"
 #include "capi/problem_views.h"
@@ -123,6 +122,29 @@ void check_batch_invariant(Problem& p) {
   p.deterministic = 1;
 }
 
+// Dtypes other than one for all tensors.
+void check_dtypes(const Problem& p, Pass pass) {
+  check_range("out_dtype", p.out_dtype, TILEWISE_OUT_DEFAULT, TILEWISE_OUT_BFLOAT16);
+  check_range("reserved", p.reserved, 0, 0);
+  check_range("kv_float8", p.kv_float8, 0, 1);
+  require(p.kv_float8 == 0 || p.dtype != TILEWISE_FLOAT32, "kv_float8 is 1 with dtype ",
+          dtype_name(p.dtype), ": float16, bfloat16 and float8_e4m3 are allowed");
+  const Dtypes dtypes = dtypes_of(p);
+  const bool q_is_float8 = dtypes.q == TILEWISE_FLOAT8_E4M3;
+  check_descale({"q_descale", p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head},
+                q_is_float8, p.batch, p.heads_kv);
+  check_descale({"k_descale", p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},
+                dtypes.scales_kv(), p.batch, p.heads_kv);
+  check_descale({"v_descale", p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head},
+                dtypes.scales_kv(), p.batch, p.heads_kv);
+  if (pass == Pass::forward || !dtypes.scales_kv()) return;
+  refuse(TILEWISE_UNSUPPORTED, pass_name(pass), " with ",
+         q_is_float8 ? "dtype float8_e4m3: only the forward supports tensors of float8_e4m3; q, k "
+                       "and v of float32, float16 or bfloat16 are allowed"
+                     : "kv_float8: only the forward supports keys and values of float8_e4m3; k and "
+                       "v in the dtype of q are allowed");
+}
+
 // Checks the length bounds of a GPU problem without index arrays; a GPU checks the arrays itself.
 // On the CPU, check_index_arrays checks all bounds.
 void check_bounds(const Problem& p) {
@@ -180,6 +202,7 @@ void check_option_pointers(const Problem& p) {
       {"kv_batch_idx", p.kv_batch_idx, 4},
       {"leftpad_k", p.leftpad_k, 4},
       {"diagonal", p.diagonal, 4},
+      {"q_descale", p.q_descale, 4},
       {"k_descale", p.k_descale, 4},
       {"v_descale", p.v_descale, 4},
   };
@@ -188,9 +211,9 @@ void check_option_pointers(const Problem& p) {
 
 // If keys and values have head stride 0, as broadcasting gives them, there is only one head, which
 // all heads of q share: it is then read once, not once per head. This does not hold for gradients
-// and for the factors of a float8 cache, which are per head.
+// and for the factors of float8 tensors, which are per head.
 void join_broadcast_heads(Problem& p) {
-  if (p.k.stride_head == 0 && p.v.stride_head == 0 && !dtypes_of(p).converts_kv()) p.heads_kv = 1;
+  if (p.k.stride_head == 0 && p.v.stride_head == 0 && !dtypes_of(p).scales_kv()) p.heads_kv = 1;
 }
 
 }  // namespace
@@ -207,14 +230,7 @@ Problem validated_problem(const tilewise_attention* given, Pass pass, Contents c
   check_shard(p);
   check_switches(p);
   check_batch_invariant(p);
-  check_float8(
-      p.kv_float8, p.dtype, {p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},
-      {p.v_descale, p.v_descale_stride_batch, p.v_descale_stride_head}, p.batch, p.heads_kv);
-  if (p.kv_float8 != 0 && pass != Pass::forward) {
-    refuse(TILEWISE_UNSUPPORTED, pass_name(pass),
-           " with kv_float8: only the forward supports keys and values of float8_e4m3; k and "
-           "v in the dtype of q are allowed");
-  }
+  check_dtypes(p, pass);
   check_bounds(p);
   check_views(p, pass, contents);
   if (contents != Contents::unread) check_option_pointers(p);
@@ -224,24 +240,19 @@ Problem validated_problem(const tilewise_attention* given, Pass pass, Contents c
   return p;
 }
 
-void check_float8(int32_t kv_float8, int32_t dtype, const Descale& k, const Descale& v,
-                  int64_t batch, int64_t heads_kv) {
-  check_range("kv_float8", kv_float8, 0, 1);
-  require(kv_float8 == 0 || dtype == TILEWISE_FLOAT16 || dtype == TILEWISE_BFLOAT16,
-          "kv_float8 is 1 with dtype ", dtype_name(dtype), ": float16 and bfloat16 are allowed");
-  for (const auto& [name, descale] : {std::pair{"k_descale", k}, {"v_descale", v}}) {
-    require(kv_float8 != 0 || descale.data == nullptr, name,
-            " is given, but kv_float8 is 0: it scales a float8_e4m3 cache");
-    if (descale.data == nullptr) continue;
-    check_layout({name,
-                  descale.data,
-                  {{{"_stride_batch", batch, descale.stride_batch},
-                    {"_stride_head", heads_kv, descale.stride_head},
-                    {"", 1, 0}}},
-                  1,
-                  4,
-                  Access::read});
-  }
+void check_descale(const Descale& descale, bool is_float8, int64_t batch, int64_t heads_kv) {
+  if (descale.data == nullptr) return;
+  const char tensor = descale.name[0];
+  require(is_float8, descale.name, " is given, but ", tensor,
+          " is not float8_e4m3, whose values it scales");
+  check_layout({descale.name,
+                descale.data,
+                {{{"_stride_batch", batch, descale.stride_batch},
+                  {"_stride_head", heads_kv, descale.stride_head},
+                  {"", 1, 0}}},
+                1,
+                4,
+                Access::read});
 }
 
 void check_view(const View& view, Presence presence, Contents contents) {

@@ -20,7 +20,7 @@ std::string explain_refusal(const Request& request, const Device& device) {
   if (device.kind == TILEWISE_CUDA) return refuse_cuda(request, device);
   return "device is CPU: no CPU kernel computes a " + request_text(request) +
          "; float32, float16 and bfloat16 up to head_dim " + std::to_string(kMaxHeadDim) +
-         " are allowed";
+         ", with out in the dtype of q, are allowed";
 }
 
 std::string explain_cpu(const Decision& decision, const Request& request, const Device& device) {
@@ -73,7 +73,9 @@ std::string explain(const Decision& decision, const Request& request, const Devi
 }
 
 std::string request_text(const Request& request) {
-  return std::string(pass_name(request.pass)) + " in " + short_dtype(request.dtypes.q) +
+  const Dtypes& dtypes = request.dtypes;
+  return std::string(pass_name(request.pass)) + " in " + short_dtype(dtypes.q) +
+         (dtypes.out != dtypes.q ? std::string(" with out in ") + short_dtype(dtypes.out) : "") +
          " with head_dim " + std::to_string(request.problem.head_dim);
 }
 

@@ -296,9 +296,9 @@ const Bad kBad[] = {
     {"kv_float8_dtype", [](AppendCall& c) { c.a.kv_float8 = 1; },
      "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
     {"k_descale", [](AppendCall& c) { c.a.k_descale = c.descales.data(); },
-     "k_descale is given, but kv_float8 is 0"},
+     "k_descale is given, but k is not float8_e4m3"},
     {"v_descale", [](AppendCall& c) { c.a.v_descale = c.descales.data(); },
-     "v_descale is given, but kv_float8 is 0"},
+     "v_descale is given, but v is not float8_e4m3"},
     {"k_descale_misaligned",
      [](AppendCall& c) {
        c.use_float8();

@@ -240,11 +240,26 @@ const Bad kBad[] = {
      "num_splits is 3 with batch_invariant: it must be 0"},
     {"kv_float8", [](Call& c) { c.a.kv_float8 = -1; }, "kv_float8 is -1: it must be 0 to 1"},
     {"kv_float8_dtype", [](Call& c) { c.a.kv_float8 = 1; },
-     "kv_float8 is 1 with dtype float32: float16 and bfloat16 are allowed"},
+     "kv_float8 is 1 with dtype float32: float16, bfloat16 and float8_e4m3 are allowed"},
+    {"out_dtype", [](Call& c) { c.a.out_dtype = 4; }, "out_dtype is 4: it must be 0 to 3"},
+    {"reserved", [](Call& c) { c.a.reserved = 1; }, "reserved is 1: it must be 0"},
+    {"q_descale",
+     [](Call& c) {
+       c.use_float8();
+       c.a.q_descale = c.descales.data();
+     },
+     "q_descale is given, but q is not float8_e4m3"},
+    {"q_descale_stride_head",
+     [](Call& c) {
+       c.a.dtype = TILEWISE_FLOAT8_E4M3;
+       c.a.q_descale = c.descales.data();
+       c.a.q_descale_stride_head = kHuge;
+     },
+     "q_descale_stride_head is 1152921504606846976: with 2 entries"},
     {"k_descale", [](Call& c) { c.a.k_descale = c.descales.data(); },
-     "k_descale is given, but kv_float8 is 0"},
+     "k_descale is given, but k is not float8_e4m3"},
     {"v_descale", [](Call& c) { c.a.v_descale = c.descales.data(); },
-     "v_descale is given, but kv_float8 is 0"},
+     "v_descale is given, but v is not float8_e4m3"},
     {"k_descale_stride_batch",
      [](Call& c) {
        c.use_float8();
@@ -388,7 +403,17 @@ TEST(Unsupported, IsReportedInOneSentence) {
   call.a.device = TILEWISE_CPU;
   call.a.dtype = TILEWISE_FLOAT8_E4M3;
   EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
-  expect_message("no CPU kernel computes a forward in f8");
+  expect_message("no CPU kernel computes a forward in f8 with out in bf16");
+  EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
+  expect_message("backward with dtype float8_e4m3: only the forward supports");
+  call.a.out_dtype = TILEWISE_OUT_FLOAT32;
+  EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
+  expect_message("no CPU kernel computes a forward in f8 with out in f32");
+  call.a.dtype = TILEWISE_BFLOAT16;
+  EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
+  expect_message("no CPU kernel computes a forward in bf16 with out in f32");
+  EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
+  call.a.out_dtype = TILEWISE_OUT_DEFAULT;
   call.use_float8();
   EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
   expect_message(

@@ -228,6 +228,7 @@ void AttentionCall::read_sizes(Reader& in) {
 void AttentionCall::read_cache(Reader& in) {
   a.kv_batch = in.pick({0, 0, 0, 2, 7});
   a.kv_float8 = in.one_in(8) ? 1 : 0;
+  a.out_dtype = in.one_in(16) ? TILEWISE_OUT_FLOAT32 : TILEWISE_OUT_DEFAULT;
   switch (in.byte() % 8) {
     case 5:
       a.page_size = in.pick({4, 1, 3, 16, 128});

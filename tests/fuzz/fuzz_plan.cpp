@@ -112,6 +112,7 @@ struct DescribedCall {
     a.deterministic = in.one_in(4) ? 1 : 0;
     a.batch_invariant = in.one_in(4) ? 1 : 0;
     a.kv_float8 = in.one_in(4) ? 1 : 0;
+    a.out_dtype = in.pick32({0, 0, 0, 1, 2, 3, 4});
     if (in.one_in(4)) a.diagonal = unmapped<const int32_t>();
     a.key_offset = in.one_in(4) ? size(in, 1) : 0;
   }

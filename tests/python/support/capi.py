@@ -79,6 +79,9 @@ class Attention(c.Structure):
         (c.c_void_p, "lse_low diagonal"),
         (c.c_int64, "row_offset key_offset batch_offset head_offset heads_q_total"),
         (c.c_void_p, "mask"),
+        (c.c_int32, "out_dtype reserved"),
+        (c.c_void_p, "q_descale"),
+        (c.c_int64, "q_descale_stride_batch q_descale_stride_head"),
     )
 
 
