@@ -1,14 +1,18 @@
-# The instruction sets of the CPU backend, best last, as rows of name and compiler flags. The source
-# src/cpu/isa/<name>.cpp is compiled with exactly these flags, and TILEWISE_ISA_<NAME>=1 is defined
-# for the whole library, so that the code knows which sets were built.
+# The instruction sets of the CPU backend, best last, as rows of name and compiler flags. The sources
+# src/cpu/isa/<name>/<dtype>.cpp are compiled with exactly these flags, one source a dtype because each
+# takes a minute, and TILEWISE_ISA_<NAME>=1 is defined for the whole library, so that the code knows
+# which sets were built.
 #
-# A new set needs a row here, a file in src/cpu/isa/, and its requirements in the run-time check.
+# A new set needs a row here, a folder in src/cpu/isa/, and its requirements in the run-time check.
 set(avx512_flags -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(isa_portable_flags "")
 set(isa_avx2_flags -mavx2 -mfma -mf16c)
 set(isa_avx512_flags ${avx512_flags})
 set(isa_avx512_bf16_flags ${avx512_flags} -mavx512bf16)
 set(isa_amx_flags ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
+# Sources of another set that serve the dtypes for which a set has no instructions (kernels_of_isa).
+set(isa_avx512_bf16_borrows avx512/float32 avx512/float16)
+set(isa_amx_borrows avx512/float32)
 if(TILEWISE_AMX_EMULATOR) # tile instructions written in C++, found before the real ones
   set(isa_amx_flags ${isa_avx512_bf16_flags} -iquote "${PROJECT_SOURCE_DIR}/tests/amx_emulator")
   set_property(SOURCE "${PROJECT_SOURCE_DIR}/src/cpu/detect.cpp" APPEND
@@ -36,18 +40,26 @@ set(isa_common_flags
 
 function(tilewise_add_isa_sources target)
   set(built "")
+  set(units "") # as set/dtype
   foreach(isa IN LISTS tilewise_isas)
-    set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${isa}.cpp")
     # The glob makes the build notice sources that are added or removed.
-    file(GLOB present CONFIGURE_DEPENDS "${source}")
-    if(present)
-      target_sources(${target} PRIVATE "${source}")
-      set_property(SOURCE "${source}" TARGET_DIRECTORY ${target}
-                   PROPERTY COMPILE_OPTIONS ${isa_common_flags} ${isa_${isa}_flags})
+    file(GLOB own RELATIVE "${PROJECT_SOURCE_DIR}/src/cpu/isa" CONFIGURE_DEPENDS
+         "${PROJECT_SOURCE_DIR}/src/cpu/isa/${isa}/*.cpp")
+    if(own)
+      list(TRANSFORM own REPLACE "\\.cpp$" "")
+      list(APPEND units ${own} ${isa_${isa}_borrows})
       string(TOUPPER "${isa}" upper)
       target_compile_definitions(${target} PUBLIC TILEWISE_ISA_${upper}=1)
       list(APPEND built ${isa})
     endif()
+  endforeach()
+  list(REMOVE_DUPLICATES units)
+  foreach(unit IN LISTS units)
+    get_filename_component(isa "${unit}" DIRECTORY)
+    set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${unit}.cpp")
+    target_sources(${target} PRIVATE "${source}")
+    set_property(SOURCE "${source}" TARGET_DIRECTORY ${target}
+                 PROPERTY COMPILE_OPTIONS ${isa_common_flags} ${isa_${isa}_flags})
   endforeach()
   set_property(TARGET ${target} PROPERTY TILEWISE_ISAS "${built}")
   message(STATUS "tilewise: CPU instruction sets: ${built}")

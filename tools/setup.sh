@@ -11,6 +11,7 @@
 #   tools/setup.sh jax VENV OUTER   creates an environment with JAX that also sees the packages of OUTER
 #   tools/setup.sh compiler          prints the C++20 compiler to use: GCC >= 12 or Clang >= 14
 #   tools/setup.sh gtest             installs GoogleTest headers and library
+#   tools/setup.sh ccache            installs ccache
 #   tools/setup.sh clang             installs Clang with its sanitizers and libFuzzer
 #   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, nvcc in PATH, or one downloaded from
 #                                   PyPI into build/nvcc (100 MB; compiling needs neither a driver nor a GPU)
@@ -139,6 +140,8 @@ get_gtest() {
   printf '#include <gtest/gtest.h>\n' | "$(find_compiler)" -std=c++20 -E -x c++ - >/dev/null 2>&1 || apt_install libgtest-dev
 }
 
+get_ccache() { command -v ccache >/dev/null || apt_install ccache; }
+
 get_clang() {
   local program='#include <cstdint>
     #include <cstddef>
@@ -227,8 +230,9 @@ case ${1:-} in
   jax) make_jax_venv "${2:?directory}" "${3:?environment}" ;;
   compiler) find_compiler ;;
   gtest) get_gtest ;;
+  ccache) get_ccache ;;
   clang) get_clang ;;
   nvcc) find_nvcc ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, clang, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, ccache, clang, nvcc, cuobjdump" ;;
 esac

@@ -12,27 +12,47 @@
 
 namespace tilewise::cpu {
 
-// `isa` must be compiled (cpu/backend.h).
-inline const Kernels& kernels_for(Isa isa, int32_t dtype) {
+// The kernels of each dtype of q.
+struct KernelsByDtype {
+  const Kernels* (*float32)();
+  const Kernels* (*float16)();
+  const Kernels* (*bfloat16)();
+};
+
+// `isa` must be compiled (cpu/backend.h). AVX512-BF16 adds bf16 dot products alone, and AMX has no
+// fp32 products, so the dtypes that gain nothing use the AVX-512 kernels.
+inline KernelsByDtype kernels_of_isa(Isa isa) {
   switch (isa) {
 #if defined(TILEWISE_ISA_AVX2)
     case Isa::avx2:
-      return *avx2_kernels(dtype);
+      return {avx2_float32, avx2_float16, avx2_bfloat16};
 #endif
 #if defined(TILEWISE_ISA_AVX512)
     case Isa::avx512:
-      return *avx512_kernels(dtype);
+      return {avx512_float32, avx512_float16, avx512_bfloat16};
 #endif
 #if defined(TILEWISE_ISA_AVX512_BF16)
     case Isa::avx512_bf16:
-      return *avx512_bf16_kernels(dtype);
+      return {avx512_float32, avx512_float16, avx512_bf16_bfloat16};
 #endif
 #if defined(TILEWISE_ISA_AMX)
     case Isa::amx:
-      return *amx_kernels(dtype);
+      return {avx512_float32, amx_float16, amx_bfloat16};
 #endif
     default:
-      return *portable_kernels(dtype);
+      return {portable_float32, portable_float16, portable_bfloat16};
+  }
+}
+
+inline const Kernels& kernels_for(Isa isa, int32_t dtype) {
+  const KernelsByDtype kernels = kernels_of_isa(isa);
+  switch (dtype) {
+    case TILEWISE_FLOAT32:
+      return *kernels.float32();
+    case TILEWISE_FLOAT16:
+      return *kernels.float16();
+    default:
+      return *kernels.bfloat16();
   }
 }
 

@@ -24,19 +24,5 @@ const Kernels* kernels_of() {
   return &kernels;
 }
 
-template <Isa kIsa>
-const Kernels* fma_kernels(int32_t dtype) {
-  switch (dtype) {
-    case TILEWISE_FLOAT32:
-      return kernels_of<FmaEngine<float, kIsa>, kIsa>();
-    case TILEWISE_FLOAT16:
-      return kernels_of<FmaEngine<Half, kIsa>, kIsa>();
-    case TILEWISE_BFLOAT16:
-      return kernels_of<FmaEngine<BFloat16, kIsa>, kIsa>();
-    default:
-      return nullptr;
-  }
-}
-
 }  // namespace
 }  // namespace tilewise::cpu

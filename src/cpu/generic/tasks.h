@@ -116,11 +116,19 @@ struct Kernels {
   void (*second)(const BackwardTask&, Arena scratch);
 };
 
-// The kernels of an instruction set for a dtype of q; a build may leave instruction sets out.
-const Kernels* portable_kernels(int32_t dtype);
-const Kernels* avx2_kernels(int32_t dtype);
-const Kernels* avx512_kernels(int32_t dtype);
-const Kernels* avx512_bf16_kernels(int32_t dtype);
-const Kernels* amx_kernels(int32_t dtype);
+// The kernels of an instruction set for a dtype of q, each defined in
+// src/cpu/isa/<set>/<dtype>.cpp; a build may leave instruction sets out.
+const Kernels* portable_float32();
+const Kernels* portable_float16();
+const Kernels* portable_bfloat16();
+const Kernels* avx2_float32();
+const Kernels* avx2_float16();
+const Kernels* avx2_bfloat16();
+const Kernels* avx512_float32();
+const Kernels* avx512_float16();
+const Kernels* avx512_bfloat16();
+const Kernels* avx512_bf16_bfloat16();
+const Kernels* amx_float16();
+const Kernels* amx_bfloat16();
 
 }  // namespace tilewise::cpu

@@ -205,7 +205,7 @@ CLEAN = {
     "include/tilewise/tilewise.h": "#include <stdint.h>\n",
     "src/base/math.h": '#pragma once\n#include <cstdint>\n#include "tilewise/tilewise.h"\n',
     "src/attention/band.h": '#include "base/math.h"\n',
-    "src/cpu/isa/avx2.cpp": '#include <immintrin.h>\n#include "attention/band.h"\n',
+    "src/cpu/isa/avx2/float32.cpp": '#include <immintrin.h>\n#include "attention/band.h"\n',
     "src/cuda/ptx/mma.h": 'inline void f() { asm volatile("nop;"); }\n',
     "src/cuda/wgmma/forward.cuh": '#include "cuda/ptx/mma.h"\n#include "attention/band.h"\n',
     "src/dispatch/planner.cpp": '#include "cpu/backend.h"\n',
