@@ -249,6 +249,13 @@ const Bad kBad[] = {
        c.a.q_descale = c.descales.data();
      },
      "q_descale is given, but q is not float8_e4m3"},
+    {"q_descale_stride_batch",
+     [](Call& c) {
+       c.a.dtype = TILEWISE_FLOAT8_E4M3;
+       c.a.q_descale = c.descales.data();
+       c.a.q_descale_stride_batch = kHuge;
+     },
+     "q_descale_stride_batch is 1152921504606846976: with 2 entries"},
     {"q_descale_stride_head",
      [](Call& c) {
        c.a.dtype = TILEWISE_FLOAT8_E4M3;
