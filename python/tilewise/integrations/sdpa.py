@@ -16,6 +16,10 @@ kernels compute float64 and ``return_debug_mask``.
 ``aten::_flash_attention_forward`` and its backward run on Tilewise as well, on CUDA and also on the
 CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
 
+On the CPU, a bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays,
+so that what it hides is not computed. ``aten::scaled_dot_product_attention`` would turn it into
+numbers before it calls the flash backend, so such calls are taken from it.
+
 With dropout, a forward and its backward must run on the same implementation, so the arguments that
 only PyTorch's kernels compute need a dropout_p of 0.
 """
@@ -39,7 +43,9 @@ from tilewise import _ops, _torch
 from tilewise._check import MAX_HEAD_DIM
 from tilewise._options import WANT_QKV
 from tilewise._request import Request
+from tilewise.api import attention
 from tilewise.integrations import _flash_attention
+from tilewise.integrations._bool_masks import MIN_ROWS, as_blocks
 from tilewise.integrations._masks import as_bias
 
 NAME = "tilewise"
@@ -175,11 +181,43 @@ def _cpu_backward(
     return backward(grad_out, query, key, value, out, logsumexp, no_state, call)
 
 
+def _attention_of_blocks(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """``scaled_dot_product_attention`` with a bool mask whose blocks pay.
+
+    Returns:
+        NotImplemented for all other calls, and for those that PyTorch would not give to its flash
+        backend.
+    """
+    mask = attn_mask
+    if mask is None or mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-2] < MIN_ROWS:
+        return NotImplemented
+    if dropout_p or is_causal or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+        return NotImplemented
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (query, key, value, mask)):
+        return NotImplemented  # a graph is traced, or it is a tensor of another library
+    choice = torch._fused_sdp_choice(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if choice != _registry.SDPBackend.FLASH_ATTENTION.value:
+        return NotImplemented
+    blocks = as_blocks(mask, query.shape[0], query.shape[1])
+    if blocks is None:
+        return NotImplemented
+    if _by_heads(query):
+        return attention(query, key, value, scale=scale, mask=blocks, layout="bhsd")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(q, k, v, scale=scale, mask=blocks).transpose(1, 2)
+
+
 class Operator(NamedTuple):
     """A replacement of an operator, whose parameters have the names of the schema."""
 
     keys: tuple[str, ...]  # dispatch keys
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # returns NotImplemented for calls that PyTorch shall compute
     results: int
 
 
@@ -196,6 +234,9 @@ GROUPS: tuple[dict[str, Operator], ...] = (
     {
         f"{_FLASH}_for_cpu": Operator(("CPU",), _cpu_forward, 2),
         f"{_FLASH}_for_cpu_backward": Operator(("CPU",), _cpu_backward, 3),
+    },
+    {
+        "scaled_dot_product_attention": Operator(("AutogradCPU", "CPU"), _attention_of_blocks, 1),
     },
     {
         f"{_VARLEN}_forward": Operator(_BOTH, _flash_attention.forward_operator, 5),
@@ -245,7 +286,10 @@ def _with_fallback(name: str, ours: Callable[..., Any], original: Any) -> Callab
         of_forward = [*unknown, *(["return_debug_mask"] if debugging else [])]
         is_ours = tensor.dtype in _DTYPES and tensor.shape[-1] <= MAX_HEAD_DIM
         if is_ours and not of_forward:
-            return ours(*arguments, **options)
+            result = ours(*arguments, **options)
+            if result is not NotImplemented:
+                return result
+            return original.call_boxed(keys, *arguments, **options)
         if is_ours and any(arguments[dropout : dropout + 1]):
             raise NotImplementedError(
                 f"aten::{name} is called with dropout_p {arguments[dropout]} and "
@@ -294,7 +338,7 @@ class _Active:
     def _replace(self, name: str, operator: Operator) -> None:
         for key in operator.keys:
             original = None
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            if any(_has_kernel(name, x) for x in (key, "CompositeImplicitAutograd")):
                 original = torch.library.get_kernel(_overload(name), key)
             elif key == "CUDA":
                 continue  # this PyTorch has no CUDA
@@ -308,6 +352,10 @@ class _Active:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
 
 def _overload(name: str) -> Any:

@@ -23,6 +23,7 @@ import transformers  # noqa: E402
 from transformers import masking_utils as mu  # noqa: E402
 
 import tilewise.hf  # noqa: E402
+from tilewise.integrations import _bool_masks  # noqa: E402
 from tilewise.integrations import _masks as integration_masks  # noqa: E402
 from tilewise.integrations.transformers._compact import CompactMask  # noqa: E402
 
@@ -227,6 +228,25 @@ def test_a_long_packed_batch_stays_small() -> None:
     mask = tilewise.hf.create_mask(1, length, length, mask_function=function)
     assert mask.entries.nbytes + mask.first.nbytes <= 2 * documents * 20 + 8
     assert not mask._dense and mask.ranges().density() < 0.011
+
+
+def test_a_long_sparse_mask_of_the_caller_becomes_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    converted = []
+    real = _bool_masks.masks.from_bool
+    monkeypatch.setattr(_bool_masks.masks, "from_bool", lambda m: converted.append(m) or real(m))
+    document = torch.arange(1024) // 300
+    mask = (document[:, None] == document)[None, None]
+    q, k, v = torch.randn(3, 1, 2, 1024, 8)
+    bias = torch.randn(1, 2, 1024, 1024)
+    for options in ({}, {"position_bias": bias}):
+        outs = [
+            tilewise.hf.attention(layer(), q, k, v, m, **options)[0]
+            for m in (mask, torch.where(mask, 0.0, -torch.inf))
+        ]
+        torch.testing.assert_close(*outs)
+    assert len(converted) == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

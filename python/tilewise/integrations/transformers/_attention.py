@@ -12,9 +12,10 @@ import tilewise
 from tilewise import _ops, _plain, _torch
 from tilewise._request import Request
 
+from .._bool_masks import as_blocks
 from .._masks import as_bias
 from ._compact import Band, CompactMask
-from ._packing import packed_boundaries
+from ._packing import packed_boundaries, values_are_unavailable
 
 # Arguments that change the result in a way that this function does not support.
 _UNSUPPORTED = ("block_indices", "sinks", "head_mask")
@@ -295,6 +296,12 @@ def _masked(
     elif mask.dim() == 4:
         band = _FULL
         _check_dense_mask(mask, q, k)
+        if mask.dtype == torch.bool and mask.shape[2:] == (q.shape[1], k.shape[1]):
+            blocks = (
+                None if values_are_unavailable(mask) else as_blocks(mask, q.shape[0], q.shape[2])
+            )
+            if blocks is not None:
+                return tilewise.attention(q, k, v, mask=blocks, bias=bias, **options)
         bias = _sum(bias, as_bias("attention_mask", mask, q))
     else:
         raise ValueError(

@@ -1,0 +1,171 @@
+"""Dense bool masks that become blocks in PyTorch's switch of ``scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.nn.attention._registry", reason="needs PyTorch 2.11 or newer")
+
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+from torch.nn.attention import (  # noqa: E402
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from tilewise.integrations import _bool_masks, sdpa  # noqa: E402
+
+LENGTH = 1024
+
+
+@pytest.fixture(autouse=True)
+def active() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        activate_flash_attention_impl("tilewise")
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the masks that were converted."""
+    seen: list[tuple[int, ...]] = []
+    real = _bool_masks.masks.from_bool
+    monkeypatch.setattr(
+        _bool_masks.masks, "from_bool", lambda m: seen.append(tuple(m.shape)) or real(m)
+    )
+    return seen
+
+
+@pytest.fixture
+def biased(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of the flash backend, which takes masks as numbers."""
+    seen: list[Any] = []
+    real = sdpa.forward
+    monkeypatch.setattr(sdpa, "forward", lambda *given: seen.append(given[-1]) or real(*given))
+    return seen
+
+
+def documents(length: int = LENGTH) -> Tensor:
+    """bool [length, length]: causal documents of 300 tokens, of which some see no token."""
+    number = torch.arange(length) // 300
+    seen = (number[:, None] == number) & torch.ones(length, length, dtype=torch.bool).tril()
+    seen[40:50] = False
+    return seen
+
+
+def inputs(length: int = LENGTH, by_rows: bool = False) -> list[Tensor]:
+    torch.manual_seed(2)
+    made = torch.randn(3, 2, length, 2, 8) if by_rows else torch.randn(3, 2, 2, length, 8)
+    return [(x.transpose(1, 2) if by_rows else x).requires_grad_() for x in made]
+
+
+def exact(tensors: list[Tensor], mask: Tensor, scale: float = 8**-0.5) -> list[Tensor]:
+    """out and the gradients of its squares, in fp64; rows that see nothing are 0."""
+    q, k, v = wide = [x.detach().double().requires_grad_() for x in tensors]
+    weights = (q @ k.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    out = torch.where(mask.any(-1, keepdim=True), weights, 0.0) @ v
+    kept = mask.any(-1).expand(out.shape[:3])
+    grads = torch.autograd.grad(out[kept].square().sum(), wide)
+    return [out.detach(), *(x.nan_to_num(0.0) for x in grads)]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("shape", ["", "1 1", "2 2", "expanded"])
+def test_a_sparse_mask_is_computed_as_blocks(
+    shape: str, by_rows: bool, conversions: list[Any], biased: list[Any]
+) -> None:
+    mask = documents()
+    if shape == "expanded":
+        mask, expected = mask.expand(2, 2, -1, -1), (1, 1, LENGTH, LENGTH)
+    else:
+        sizes = [int(size) for size in shape.split()]
+        mask = mask.repeat(*sizes, 1, 1)
+        expected = (*([1] * (2 - len(sizes))), *sizes, LENGTH, LENGTH)
+    tensors = inputs(by_rows=by_rows)
+    out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    grads = torch.autograd.grad(out.square().sum(), tensors)
+    assert conversions == [expected] and not biased
+    for given, right in zip([out.detach(), *grads], exact(tensors, mask), strict=True):
+        torch.testing.assert_close(given.double(), right, atol=2e-6, rtol=2e-6)
+    assert out.stride() == tensors[0].stride()
+
+
+def test_a_mask_is_converted_once_and_again_when_it_changes(conversions: list[Any]) -> None:
+    mask, tensors = documents(), inputs()
+    outs = [F.scaled_dot_product_attention(*tensors, attn_mask=mask) for _ in range(3)]
+    assert len(conversions) == 1 and torch.equal(outs[0], outs[2])
+    mask[0:8, 0:8] = True
+    changed = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert len(conversions) == 2
+    torch.testing.assert_close(changed.double(), exact(tensors, mask)[0], atol=2e-6, rtol=2e-6)
+    mask[:, 4:].logical_and_(documents()[:, 4:])  # a write through a view
+    F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert len(conversions) == 3
+    F.scaled_dot_product_attention(*(x[:1, :1] for x in tensors), attn_mask=mask)
+    assert len(conversions) == 4  # the decision depends on the heads that share a matrix
+
+
+def test_blocks_are_forgotten_with_their_mask() -> None:
+    mask = documents()
+    before = len(_bool_masks._known)
+    F.scaled_dot_product_attention(*inputs(), attn_mask=mask)
+    assert len(_bool_masks._known) == before + 1
+    del mask
+    gc.collect()
+    assert len(_bool_masks._known) == before
+
+
+def test_masks_without_a_version_are_converted_each_time(conversions: list[Any]) -> None:
+    with torch.inference_mode():
+        mask, tensors = documents(), [x.detach() for x in inputs()]
+        first = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        mask[:] = mask.flip(0).flip(1)
+        second = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert len(conversions) == 2 and not torch.equal(first, second)
+
+
+def test_other_masks_stay_a_bias(conversions: list[Any], biased: list[Any]) -> None:
+    short, dense = documents(512), torch.ones(2, 2, LENGTH, LENGTH, dtype=torch.bool)
+    padding = torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)
+    numbers = torch.where(documents(), 0.0, -10.0)
+    for tensors, mask in (
+        (inputs(512), short), (inputs(), dense), (inputs(), padding), (inputs(), numbers),
+    ):  # fmt: skip
+        biased.clear()
+        F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        assert len(biased) == 1 and not conversions
+    biased.clear()
+    with sdpa_kernel(SDPBackend.MATH):  # the caller excludes the flash backend
+        F.scaled_dot_product_attention(*inputs(), attn_mask=documents())
+    assert not biased and not conversions
+
+
+def test_a_compiled_graph_takes_the_mask_as_numbers(conversions: list[Any]) -> None:
+    mask, tensors = documents(), inputs()
+    compiled = torch.compile(
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    out = compiled(*tensors, mask)
+    assert not conversions
+    torch.testing.assert_close(out.double(), exact(tensors, mask)[0], atol=2e-6, rtol=2e-6)
+
+
+def test_the_share_of_visible_blocks() -> None:
+    mask = documents()
+    blocks = _bool_masks.masks.from_bool(mask)
+    share = _bool_masks._visible_share(mask[None, None])
+    assert share == (blocks.tiles() > 0).mean()
+    ragged = torch.zeros(1, 2, 200, 300, dtype=torch.bool)
+    ragged[0, 1, 199, 299] = True
+    assert _bool_masks._visible_share(ragged) == 1 / 12
