@@ -236,14 +236,14 @@ GROUPS: tuple[dict[str, Operator], ...] = (
         f"{_FLASH}_for_cpu_backward": Operator(("CPU",), _cpu_backward, 3),
     },
     {
-        "scaled_dot_product_attention": Operator(("AutogradCPU", "CPU"), _attention_of_blocks, 1),
-    },
-    {
         f"{_VARLEN}_forward": Operator(_BOTH, _flash_attention.forward_operator, 5),
         f"{_VARLEN}_backward": Operator(_BOTH, _flash_attention.backward_operator, 3),
         f"{_VARLEN}_forward_no_dropout_inplace": Operator(
             _BOTH, _flash_attention.forward_into_operator, 1
         ),
+    },
+    {
+        "scaled_dot_product_attention": Operator(("AutogradCPU", "CPU"), _attention_of_blocks, 1),
     },
 )
 
