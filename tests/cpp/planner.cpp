@@ -266,8 +266,9 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(fp8.decision.family, nullptr);
   EXPECT_EQ(fp8.kernel, "");
   EXPECT_EQ(fp8.why,
-            "device is CPU: no CPU kernel computes a forward in f8 with head_dim 64; float32, "
-            "float16 and bfloat16 up to head_dim 512 are allowed");
+            "device is CPU: no CPU kernel computes a forward in f8 with out in bf16 with head_dim "
+            "64; float32, float16 and bfloat16 up to head_dim 512, with out in the dtype of q, are "
+            "allowed");
   const cuda::Registry nothing{};
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
