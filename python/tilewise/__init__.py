@@ -15,7 +15,7 @@ from ._index_errors import IndexFault, last_index_error
 from .api import attention, attention_varlen, merge_states
 
 if TYPE_CHECKING:
-    from ._numpy import attention_backward
+    from ._numpy_backward import attention_backward
     from ._numpy_tangents import Tangents, attention_jvp, attention_second
     from .kvcache import attention_with_kvcache
 
@@ -45,7 +45,7 @@ __all__ = [
 # Names that need a framework, and the modules that define them.
 _LAZY = {
     "Tangents": "_numpy_tangents",
-    "attention_backward": "_numpy",
+    "attention_backward": "_numpy_backward",
     "attention_jvp": "_numpy_tangents",
     "attention_second": "_numpy_tangents",
     "attention_with_kvcache": "kvcache",

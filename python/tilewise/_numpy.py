@@ -31,17 +31,6 @@ _FLOATS = ("float32", "float16", "bfloat16")
 _WORKSPACE_ALIGNMENT = 64
 
 
-class Gradients(NamedTuple):
-    """Gradients of attention, each in the shape of its input; None for an option that is off."""
-
-    dq: Array
-    dk: Array
-    dv: Array
-    dbias: Array | None  # float32
-    dsinks: Array | None  # float32
-    dscale: float
-
-
 class _Problem(NamedTuple):
     """A checked problem. It owns the arrays, because the struct holds only their addresses."""
 
@@ -72,41 +61,6 @@ def attention_varlen(
     problem = prepare_varlen(q, k, v, Sequences(*sequences), request)
     out, lse = _forward(problem)
     return (out, lse) if request.return_lse else out
-
-
-def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
-    causal: bool = False, window: _check.Window = _check.UNBOUNDED, scale: Any = None,
-    softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None, sinks: Any = None,
-    dropout_p: float = 0.0, layout: str = "bshd", cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None, mask: Any = None,
-) -> Gradients:  # fmt: skip
-    """Gradients of ``attention`` on arrays, or of ``attention_varlen`` if cu_seqlens_q is given.
-
-    q, k, v and all options are those of the forward; cu_seqlens_k, seqused_q and seqused_k belong
-    to ``attention_varlen``.
-
-    Args:
-        dout: Gradient of out, in its shape and dtype.
-        out: Result of the forward.
-        lse: Result of the forward, float32.
-        dlse: Gradient of lse, in its shape, float32; None is 0.
-        dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
-            seed that it had before the forward.
-
-    Returns:
-        Gradients: dq, dk and dv in the shapes and dtypes of q, k and v; dbias and dsinks (None
-        where the option is off) in float32; dscale as a number.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape or range.
-    """
-    request = Request(
-        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, mask=mask
-    )
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
-    return _backward(prepare(q, k, v, layout, sequences, request), dout, out, lse, dlse)
 
 
 # --- from arguments to a problem ------------------------------------------------------------------
@@ -396,97 +350,3 @@ def _forward(problem: _Problem) -> tuple[Array, Array]:
     _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
     del memory  # kept until here, because the library writes to it
     return (out.swapaxes(1, 2) if problem.heads_first else out), lse
-
-
-def _lse_low(problem: _Problem, lse: Array) -> Array:
-    """The rounding error of lse in float32, from a second forward, because callers have only lse.
-    It is 0 where the given lse is not that of the forward.
-    """
-    library, a, q = c_library(), problem.attention, problem.q
-    low, recomputed = np.empty_like(lse), np.empty_like(lse)
-    out = _new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
-    _describe.set_output(a, view(out), view(recomputed))
-    a.lse_low = low.ctypes.data
-    size = _describe.plan(library, a, None).workspace_bytes
-    memory, address = _workspace(size)
-    _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
-    del memory  # kept until here, because the library writes to it
-    return np.where(recomputed == lse, low, np.float32(0))
-
-
-def _incoming(name: str, value: Any, like: Array, heads_first: bool) -> Array:
-    array = as_array(name, value)
-    if array.dtype != like.dtype:
-        raise TypeError(f"{name} has dtype {array.dtype}, but must be {like.dtype}")
-    array = array.swapaxes(1, 2) if heads_first and array.ndim == 4 else array
-    _check.shape(name, array, like.shape, "the shape of the forward's result")
-    return _columns(array)
-
-
-class GradientArrays:
-    """New arrays for all gradients of a problem, and the C struct that points to them."""
-
-    def __init__(self, problem: _Problem) -> None:
-        a, g, first = problem.attention, _abi.sized(_abi.Gradients), problem.heads_first
-        self.struct, self.problem = g, problem
-        varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
-        self.dq, self.dk, self.dv = (
-            _new_rows(x, x.shape, first) for x in (problem.q, problem.k, problem.v)
-        )
-        g.dq = _describe.rows(view(self.dq), varlen_q)
-        g.dk, g.dv = (_describe.rows(view(x), varlen_k) for x in (self.dk, self.dv))
-        bias = problem.arrays.get("bias")
-        self.dbias: Array | None = None
-        self.dsinks: Array | None = None
-        if bias is not None:
-            self.dbias = np.empty(bias.shape, dtype=np.float32)
-            g.dbias = self.dbias.ctypes.data
-            strides = _describe.bias_strides(view(self.dbias))
-            g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
-            g.dbias_rows, g.dbias_keys = bias.shape[2:]
-        if "sinks" in problem.arrays:
-            self.dsinks = np.empty(a.heads_q, dtype=np.float32)
-            g.dsinks = self.dsinks.ctypes.data
-        self.dscale = np.empty(1, dtype=np.float32)
-        g.dscale = self.dscale.ctypes.data
-
-    def set_dlse(self, dlse: View) -> None:
-        """Stores the incoming gradient of lse, which the caller keeps alive."""
-        self.struct.dlse = dlse.pointer
-        strides = _describe.lse_strides(dlse)
-        self.struct.dlse_stride_batch, self.struct.dlse_stride_head = strides
-
-    def gradients(self) -> Gradients:
-        """The gradients after the launch, in the layout and with the bias shape of the caller."""
-        first, dbias = self.problem.heads_first, self.dbias
-        dq, dk, dv = (x.swapaxes(1, 2) if first else x for x in (self.dq, self.dk, self.dv))
-        if dbias is not None:
-            broadcast_over_keys = self.problem.bias_shape[-1] == 1
-            dbias = dbias.sum(-1, keepdims=True) if broadcast_over_keys else dbias
-            dbias = dbias.reshape(self.problem.bias_shape)
-        return Gradients(dq, dk, dv, dbias, self.dsinks, float(self.dscale[0]))
-
-
-def _backward(problem: _Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
-    library, a, q = c_library(), problem.attention, problem.q
-    first = problem.heads_first
-    like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
-    like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
-    out, dout = _incoming("out", out, like_out, first), _incoming("dout", dout, like_out, first)
-    lse = np.ascontiguousarray(_incoming("lse", lse, like_lse, False))
-    lse_low = _lse_low(problem, lse)
-    _describe.set_output(a, view(out), view(lse))
-    a.lse_low = lse_low.ctypes.data
-
-    results = GradientArrays(problem)
-    g = results.struct
-    g.dout = _describe.rows(view(dout), a.cu_seqlens_q is not None)
-    if dlse is not None:
-        dlse = _incoming("dlse", dlse, like_lse, False)
-        results.set_dlse(view(dlse))
-    size = _describe.plan(library, a, g).workspace_bytes
-    memory, address = _workspace(size)
-    status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(g), address, size)
-    _abi.check(library, status)
-    del memory  # kept until here, because the library writes to it
-    return results.gradients()

@@ -13,7 +13,8 @@ import numpy as np
 
 from . import _abi, _check, _describe, _numpy
 from ._library import c_library
-from ._numpy import Array, Gradients
+from ._numpy import Array
+from ._numpy_backward import Differentiated, Gradients
 from ._request import Request, Sequences
 
 
@@ -111,49 +112,16 @@ def attention_second(
     return call.second(dout, dlse)
 
 
-class _Call:
-    """A checked problem and its C structs. It owns the arrays whose addresses they hold."""
+class _Call(Differentiated):
+    """A checked problem and its C structs."""
 
     def __init__(
         self, q: Any, k: Any, v: Any, layout: str, request: Request, lengths: tuple[Any, ...]
     ) -> None:
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lengths
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k)
-        self.problem = _numpy.prepare(q, k, v, layout, sequences, request)
-        self.attention = self.problem.attention
-        self.first = self.problem.heads_first
+        super().__init__(_numpy.prepare(q, k, v, layout, sequences, request))
         self.tangents = _abi.sized(_abi.Tangents)
-        self.kept: list[Array] = []
-        q = self.problem.q
-        self.like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], self.problem.v.shape[-1]))
-        self.like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
-
-    def keep(self, array: Array) -> _describe.View:
-        self.kept.append(array)
-        return _numpy.view(array)
-
-    def rows(self, name: str, value: Any, like: Array, varlen: bool) -> Any:
-        array = _numpy._incoming(name, value, like, self.first)
-        return _describe.rows(self.keep(array), varlen)
-
-    def lse(self, name: str, value: Any) -> _describe.View:
-        array = _numpy._incoming(name, value, self.like_lse, False)
-        return self.keep(np.ascontiguousarray(array))
-
-    @property
-    def varlen_q(self) -> bool:
-        return self.attention.cu_seqlens_q is not None
-
-    @property
-    def varlen_k(self) -> bool:
-        return self.attention.cu_seqlens_k is not None
-
-    def set_results(self, out: Any, lse: Any) -> None:
-        out = _numpy._incoming("out", out, self.like_out, self.first)
-        lse = np.ascontiguousarray(_numpy._incoming("lse", lse, self.like_lse, False))
-        low = self.keep(_numpy._lse_low(self.problem, lse))
-        _describe.set_output(self.attention, self.keep(out), self.keep(lse))
-        self.attention.lse_low = low.pointer
 
     def set_tangents(self, given: Tangents) -> None:
         t, problem = self.tangents, self.problem
@@ -221,11 +189,7 @@ class _Call:
         return (out.swapaxes(1, 2) if self.first else out), lse
 
     def second(self, dout: Any, dlse: Any) -> Gradients:
-        library, results = c_library(), _numpy.GradientArrays(self.problem)
-        if dout is not None:
-            results.struct.dout = self.rows("dout", dout, self.like_out, self.varlen_q)
-        if dlse is not None:
-            results.set_dlse(self.lse("dlse", dlse))
+        library, results = c_library(), self.gradient_arrays(dout, dlse)
         memory, address, size = self.workspace(results.struct)
         status = library.tilewise_second(
             ctypes.byref(self.attention), ctypes.byref(self.tangents),
