@@ -26,9 +26,16 @@ _NO_TANGENTS = (
 )
 
 
+# A context in which operators skip autograd, for calls whose derivatives are recorded elsewhere or
+# not at all.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+# The level of the innermost active transform of torch.func, or None.
+transform_level = torch._C._functorch.maybe_current_level
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func is active."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return transform_level() is not None
 
 
 def no_third_derivative(_ctx: Any, *_grads: Any) -> Any:
@@ -71,7 +78,7 @@ def register(
             if is_transformed():
                 raise RuntimeError(_NO_TRANSFORM)
             return function.apply(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)

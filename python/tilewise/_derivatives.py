@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _schemas
-from ._autograd import is_transformed, no_third_derivative, no_twice_forward_mode
+from ._autograd import below_autograd, is_transformed, no_third_derivative, no_twice_forward_mode
 from ._autograd import register as register_autograd
 from ._fold import fold, fold_lse, fold_options, foldable, one_by_one, unfold
 from ._options import (
@@ -166,7 +166,7 @@ def _call(function: Any, operator: Any, *arguments: Any) -> Any:
         return operator(*arguments)
     if is_transformed() or torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return function.apply(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return operator(*arguments)
 
 
@@ -239,17 +239,13 @@ def _is_summed(args: tuple[Any, ...], at: Places) -> bool:
 # --- functions ------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator: Any, arguments: tuple[Any, ...]) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
-
-
 class Backward(torch.autograd.Function):
     """The gradients, which are linear in dout and dlse."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(torch.ops.tilewise.backward, arguments)
+        with below_autograd():
+            return torch.ops.tilewise.backward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: tuple[Tensor, ...]) -> None:
@@ -302,7 +298,8 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _below_autograd(torch.ops.tilewise.jvp, arguments)
+        with below_autograd():
+            return torch.ops.tilewise.jvp(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -348,7 +345,8 @@ class Second(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(torch.ops.tilewise.second, arguments)
+        with below_autograd():
+            return torch.ops.tilewise.second(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _ops, _plain
+from . import _autograd, _check, _ops, _plain
 from ._cache import (
     CacheLayout,
     Entries,
@@ -61,7 +61,7 @@ def cache_lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tenso
 
 def _has_values() -> bool:
     """Whether the entries of tensors can be read here."""
-    return not torch.compiler.is_compiling() and not _plain.is_transformed()
+    return not torch.compiler.is_compiling() and not _autograd.is_transformed()
 
 
 def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> bool:

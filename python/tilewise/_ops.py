@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import is_transformed
+from ._autograd import below_autograd, is_transformed
 from ._autograd import register as register_autograd
 from ._derivatives import (
     FORWARD,
@@ -45,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return _without_lse_low(_Forward.apply(*arguments, WITH_LSE_LOW), q)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _EagerForward.apply(*arguments, WITH_LSE_LOW)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return torch.ops.tilewise.forward(*arguments)
 
 
@@ -98,7 +98,7 @@ def append_kv(*arguments: Any) -> Tensor:
 def _alone(operator: Any, arguments: tuple[Any, ...]) -> Any:
     if torch.compiler.is_compiling() or is_transformed() or forward_ad._current_level >= 0:
         return operator(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return operator(*arguments)
 
 
@@ -229,7 +229,7 @@ class _EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             results = torch.ops.tilewise.forward(*arguments)
             returned = _without_lse_low(results, arguments[0])
         _setup_context(ctx, arguments, results)
@@ -243,7 +243,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return torch.ops.tilewise.forward(*arguments)
 
     setup_context = staticmethod(_setup_context)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _ops
+from ._autograd import below_autograd, transform_level
 from ._check import UNBOUNDED, Window, window_bounds
 from ._options import WANT_K, WANT_Q, WANT_V
 
@@ -28,7 +29,6 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError)
 
 _is_compiling = torch.compiler.is_compiling
-_transform_level = torch._C._functorch.maybe_current_level
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -36,15 +36,10 @@ _grad_enabled = torch.is_grad_enabled
 _deterministic_mode = torch._C._get_deterministic_algorithms
 
 
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is active."""
-    return _transform_level() is not None
-
-
 def is_eager() -> bool:
     """Whether no tracing, transform, dispatch mode, autocast or forward-mode AD is active."""
     return not (
-        _is_compiling() or _transform_level() is not None or _dispatch_modes() or _any_autocast()
+        _is_compiling() or transform_level() is not None or _dispatch_modes() or _any_autocast()
         or forward_ad._current_level >= 0
     )  # fmt: skip
 
@@ -73,7 +68,7 @@ def attention(
         or q.is_neg()
         or k.is_neg()
         or v.is_neg()
-        or _transform_level() is not None
+        or transform_level() is not None
         or _dispatch_modes()
         or _any_autocast()
         or forward_ad._current_level >= 0
@@ -139,7 +134,7 @@ def indexed(
     else:
         left, right = window_bounds(causal, window)
     try:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return _general(
                 q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 block_table, kv_batch_idx, leftpad_k, None, None, None, None, None,
@@ -206,7 +201,7 @@ class _Attention(torch.autograd.Function):
             _is_compiling()
             or _grad_enabled()
             or forward_ad._current_level >= 0
-            or _transform_level() is not None
+            or transform_level() is not None
             or _dispatch_modes()
             or _needs_dispatch(dout)
             or (dlse is not None and _needs_dispatch(dlse))

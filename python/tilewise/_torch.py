@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _check, _flops, _ops, _plain  # noqa: F401 (_flops registers formulas)
+from . import _autograd, _check, _flops, _ops, _plain  # noqa: F401 (_flops registers formulas)
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
@@ -448,7 +448,7 @@ def _four_dimensions(bias: Tensor) -> Tensor:
     the caller can read keeps its size, and is copied.
     """
     gradient_is_visible = bias.requires_grad and (
-        bias.is_leaf or _plain.is_transformed() or (not _is_compiling() and bias.retains_grad)
+        bias.is_leaf or _autograd.is_transformed() or (not _is_compiling() and bias.retains_grad)
     )
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     for dim in range(3):
