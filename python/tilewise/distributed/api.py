@@ -46,7 +46,10 @@ def attention(
             group in row-major order: then the ranks of a row exchange heads ("ulysses"), and the
             rows of the mesh gather keys ("allgather").
         method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
-            takes the one with the lower predicted time (see ``explain``).
+            takes the one of them with the lower predicted time (see ``explain``). "ring" takes
+            the keys of one rank after another, which needs less memory: no float8, and on GPUs
+            float32 only. With a mesh of two dimensions: "auto", "ulysses+allgather" or
+            "ulysses+ring".
         layout: How the sequence is cut: "zigzag" or "contiguous".
         tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.
         scale: As in ``tilewise.attention``; a tensor gets this rank's part of its gradient.
@@ -114,7 +117,7 @@ def attention_varlen(
         cu_seqlens_k: The same for keys; None is cu_seqlens_q.
         group: As in ``attention``, like everything below.
         mesh: A DeviceMesh of one dimension.
-        method: "ulysses", "allgather" or "auto".
+        method: "ulysses", "allgather", "ring" or "auto".
         layout: How each sequence is cut: "zigzag" or "contiguous".
         bias: The whole bias, [sequences or 1, heads_q or 1, rows of the longest sequence or 1, its
             keys or 1], the same on all ranks; gets this rank's part of its gradient.

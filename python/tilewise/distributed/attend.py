@@ -16,8 +16,9 @@ from .grid import Grid, inside_host, rows_of_hosts
 from .keys import key_plan
 from .packed import PackedCut
 from .packed_call import Reordered
-from .problem import Problem
-from .ranks import exchanging
+from .problem import BOTH_RING, Cut, Problem
+from .ranks import Ranks, exchanging
+from .ring import Ring
 from .transport import transport_of
 from .ulysses import Ulysses, own_bias
 
@@ -39,8 +40,8 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     if _check.is_float8(k.dtype):  # no backend moves tensors of float8
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     orders = None
-    if name == "allgather" and isinstance(p.cut, PackedCut):
-        orders = p.cut.orders(p.ranks.rank, q.device)
+    if name != "ulysses" and isinstance(p.cut, PackedCut):
+        orders = (p.cut.by_chunk() if name == "ring" else p.cut).orders(p.ranks.rank, q.device)
         q = Reordered.apply(q, orders[0], False)
         k, v = (Reordered.apply(x, orders[1], False) for x in (k, v))
     result = Attend.apply(
@@ -72,7 +73,9 @@ def _as_shard(p: Problem) -> Request:
 def _method(p: Problem, name: str) -> Method:
     device, rank = p.q.device, p.ranks.rank
     if p.grid is not None:
-        return _both(p, p.grid)
+        return _both(p, p.grid, name)
+    if name == "ring":
+        return _ring(p.ranks, p.cut.by_chunk(), device)
     transport = transport_of(p.ranks, device)
     if name == "allgather":
         keys, calls = p.cut.calls()
@@ -83,16 +86,27 @@ def _method(p: Problem, name: str) -> Method:
     return Ulysses(p.ranks, *runs, whole, p.request.return_lse, transport)
 
 
-def _both(p: Problem, grid: Grid) -> Ulysses:
-    """The method "ulysses" inside hosts around "allgather" between them."""
+def _ring(ranks: Ranks, cut: Cut, device: torch.device) -> Ring:
+    meetings = [
+        [cut.meetings(rank, owner) for owner in range(ranks.world)] for rank in range(ranks.world)
+    ]
+    local = [[cut.local_of(m.call, device) for m in own] for own in meetings[ranks.rank]]
+    return Ring(ranks, cut.key_runs, meetings, local)
+
+
+def _both(p: Problem, grid: Grid, name: str) -> Ulysses:
+    """The method "ulysses" inside hosts around "allgather" or "ring" between them."""
     device, rank = p.q.device, grid.between.rank
     rows, keys = p.cut.row_runs, p.cut.key_runs
     assert isinstance(p.cut, DenseCut)
     hosts = p.cut._replace(row_runs=rows_of_hosts(rows, grid), key_runs=rows_of_hosts(keys, grid))
-    between = AllGather(
-        grid.between, p.size_q, key_plan(rank, *hosts.calls()), hosts.local(rank, device),
-        Messages(grid.between),
-    )  # fmt: skip
+    between: Method
+    if name == BOTH_RING:
+        between = _ring(grid.between, hosts, device)
+    else:
+        plan = key_plan(rank, *hosts.calls())
+        local = hosts.local(rank, device)
+        between = AllGather(grid.between, p.size_q, plan, local, Messages(grid.between))
     return Ulysses(
         grid.inside, inside_host(rows, grid), inside_host(keys, grid), between,
         p.request.return_lse, transport_of(grid.inside, device),

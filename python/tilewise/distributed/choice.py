@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .cost import CPU, GPU, Shape, Work, allgather_work, predicted, ulysses_work
+from .cost import CPU, GPU, Shape, Work, allgather_work, predicted, ring_work, ulysses_work
 from .problem import BOTH, METHODS, Problem
 
 
@@ -35,16 +35,19 @@ def choose(p: Problem, method: str) -> Choice:
     if p.ranks.world == 1:
         return Choice("local", "one rank has the whole sequence", {}, {})
     if p.grid is not None:
-        return Choice(BOTH, "the mesh has two dimensions", {}, {})
+        name = BOTH if method == "auto" else method
+        return Choice(name, "the mesh has two dimensions", {}, {})
     shape = Shape(
         p.q.shape[0], p.heads, (p.q.shape[3], p.v.shape[3]),
         (p.q.element_size(), p.k.element_size()), p.q.device,
         p.differentiable, p.request.return_lse,
     )  # fmt: skip
-    estimates = {"ulysses": ulysses_work(shape, p.cut), "allgather": allgather_work(shape, p.cut)}
+    works = (("ulysses", ulysses_work), ("allgather", allgather_work), ("ring", ring_work))
+    estimates = {name: work(shape, p.cut) for name, work in works}
     speeds = GPU if p.q.device.type == "cuda" else CPU  # the ranks agree on the device
     seconds = {name: predicted(work, speeds) for name, work in estimates.items()}
     if method != "auto":
         return Choice(method, "named by the call", estimates, seconds)
+    # "ring" takes no less time than "allgather": a call that needs its memory must name it.
     best = min(METHODS, key=seconds.__getitem__)
     return Choice(best, "the lower predicted time", estimates, seconds)

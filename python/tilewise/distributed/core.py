@@ -76,6 +76,14 @@ class Local:
         """Adds the gradient of the part of the bias that this call has used."""
         sums += grad
 
+    def lse_pair(self, lse: Tensor) -> Tensor:
+        """The lse of the state as [2, B, Hq, rows]."""
+        return lse
+
+    def lse_given(self, lse: Tensor) -> Tensor:
+        """The lse of a state, from lse [B, Hq, rows]."""
+        return lse
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
         return self.call(q, k, v, self.given(options, q))

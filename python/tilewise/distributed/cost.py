@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from . import allgather, ulysses
-from .keys import AllCalls, moved_keys
+from .keys import AllCalls, Meeting, moved_keys
 from .layout import Runs
 from .ulysses import key_heads, query_heads
 
@@ -61,6 +61,12 @@ class Cut(Hashable, Protocol):
 
     def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         """The runs of keys and the calls of each rank, for "allgather"."""
+
+    def by_chunk(self) -> Cut:
+        """The cut whose ``meetings`` are those of "ring"."""
+
+    def meetings(self, rank: int, owner: int, /) -> tuple[Meeting, ...]:
+        """The calls of a rank over the keys of another."""
 
 
 class Work(NamedTuple):
@@ -133,3 +139,24 @@ def allgather_work(shape: Shape, cut: Cut) -> Work:
     groups = allgather.groups(sum(cut.rows), shape.batch, shape.heads, world, shape.device)
     messages = (3 if shape.differentiable else 1) * groups * (world - 1)
     return Work(received, messages, _flops(shape, max(cut.pairs()), heads_q), groups)
+
+
+@lru_cache(maxsize=256)
+def ring_work(shape: Shape, cut: Cut) -> Work:
+    """The work of "ring"; a group is a step."""
+    heads_q, heads_kv = shape.heads
+    columns = shape.batch * heads_kv * sum(shape.columns)
+    keys, world, of_rank = cut.keys, len(cut.keys), cut.by_chunk()
+    element, key_element = shape.element_size
+    worst, steps = 0.0, 0
+    for rank in range(world):
+        others = [other for other in range(world) if other != rank]
+        seen = [other for other in others if of_rank.meetings(rank, other)]
+        by = sum(1 for other in others if of_rank.meetings(other, rank))
+        size = float(sum(keys[other] for other in seen) * key_element)
+        if shape.differentiable:
+            size = 2 * size + by * keys[rank] * element
+        worst, steps = max(worst, size), max(steps, len(seen))
+    messages = 2 * (3 if shape.differentiable else 1) * steps
+    flops = _flops(shape, max(cut.pairs()), heads_q)
+    return Work(worst * columns, messages, flops, max(1, steps))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._options import Options
 from .core import Local, diagonals, part_of, with_diagonal
-from .keys import AllCalls, Bounds, Call, calls_of, visible_pairs
+from .keys import AllCalls, Bounds, Call, Meeting, calls_of, meetings_of, visible_pairs
 from .layout import Runs, lengths
 
 if TYPE_CHECKING:
@@ -82,10 +82,20 @@ class DenseCut(NamedTuple):
 
     def local(self, rank: int, device: torch.device) -> list[Local]:
         """The calls of a rank."""
-        return [
-            DenseCall(
-                call, diagonals((call.span.diagonal,) * self.sequences, device),
-                part_of(self.mask, (call.place,), device),
-            )
-            for call in self.calls()[1][rank]
-        ]  # fmt: skip
+        return [self.local_of(call, device) for call in self.calls()[1][rank]]
+
+    def local_of(self, call: Call, device: torch.device) -> Local:
+        """One call."""
+        diagonal = diagonals((call.span.diagonal,) * self.sequences, device)
+        return DenseCall(call, diagonal, part_of(self.mask, (call.place,), device))
+
+    def by_chunk(self) -> DenseCut:
+        """See ``PackedCut``."""
+        return self
+
+    def meetings(self, rank: int, owner: int) -> tuple[Meeting, ...]:
+        """The calls of a rank over the keys of another."""
+        sizes = sum(self.rows), sum(self.keys)
+        return meetings_of(
+            self.row_runs[rank], self.key_runs[owner], *sizes, self.window, self.mask
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,6 +33,10 @@ class Span(NamedTuple):
     begin: int
     end: int
     diagonal: int
+
+    def between(self, begin: int, end: int) -> Span:
+        """The span of some of the keys."""
+        return Span(begin, end, self.diagonal + self.end - end)
 
 
 def span_of(run: Run, size_q: int, size_k: int, window: Bounds, seen: Run | None = None) -> Span:
@@ -86,6 +90,37 @@ class Call(NamedTuple):
         """The rows and keys within the whole sequence."""
         rows = self.first, self.first + self.rows[1] - self.rows[0]
         return rows, (self.span.begin, self.span.end)
+
+
+class Meeting(NamedTuple):
+    """A call of some rows of a rank over some keys of another, which the cut of a sequence can make
+    a ``Local`` of.
+    """
+
+    rows: Run  # among those of the rank
+    keys: Run  # among those of the other rank
+    call: Any
+
+
+@lru_cache(maxsize=1024)
+def meetings_of(
+    rows: Runs, keys: Runs, size_q: int, size_k: int, window: Bounds, mask: WholeMask | None
+) -> tuple[Meeting, ...]:
+    """The calls of a rank with these runs of rows over the keys of a rank with those runs."""
+    result, at = [], 0
+    for begin, end in rows:
+        own, first_key = (at, at + end - begin), 0
+        at = own[1]
+        seen = None if mask is None else mask.seen((begin, end), size_k)
+        span = span_of((begin, end), size_q, size_k, window, seen)
+        for key_begin, key_end in keys:
+            low, high = max(span.begin, key_begin), min(span.end, key_end)
+            if low < high and begin < end:
+                call = Call(own, span.between(low, high), begin)
+                of_keys = (first_key + low - key_begin, first_key + high - key_begin)
+                result.append(Meeting(own, of_keys, call))
+            first_key += key_end - key_begin
+    return tuple(result)
 
 
 @lru_cache(maxsize=1024)

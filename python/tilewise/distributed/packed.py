@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .core import Local, part_of
-from .keys import AllCalls, Bounds, Call, Span, span_of, visible_pairs
+from .keys import AllCalls, Bounds, Call, Meeting, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
 from .packed_call import Order, PackedCall, Part, sizes_of
 
@@ -108,6 +108,18 @@ class PackedCut(NamedTuple):
     def local(self, rank: int, device: torch.device) -> list[Local]:
         """The calls of a rank."""
         return _locals(self, rank, device)
+
+    def local_of(self, call: ChunkCall, device: torch.device) -> Local:
+        """One call."""
+        return _local(self, call, device)
+
+    def meetings(self, rank: int, owner: int) -> tuple[Meeting, ...]:
+        """The calls of a rank over the keys of another; see ``by_chunk``."""
+        return _meetings(self, rank, owner)
+
+    def by_chunk(self) -> PackedCut:
+        """The same cut, with a call and rows in a piece for each chunk number."""
+        return self._replace(by_place=True)
 
     def orders(self, rank: int, device: torch.device) -> tuple[Order, Order]:
         """The rows of this rank in the order of its calls, and its keys in that of chunks."""
@@ -220,6 +232,33 @@ def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
         call if call.chunks[0] < call.chunks[1] else call._replace(chunks=(0, 0))
         for call in calls.values()
     )
+
+
+@lru_cache(maxsize=1024)
+def _meetings(cut: PackedCut, rank: int, owner: int) -> tuple[Meeting, ...]:
+    count, starts = cut._chunks(), _chunk_starts(cut.starts_k, cut._chunks())
+    sizes = list(zip(sizes_of(cut.starts_q), sizes_of(cut.starts_k), strict=True))
+    result, at = [], 0
+    for call in _chunk_calls(cut, rank):
+        rows = (at, at + sum(length(tuple(runs)) for runs in call.rows.values()))
+        at, first_key = rows[1], 0
+        for number in chunks_of(owner, cut.layout, cut.world):
+            keys, moved = {}, {}
+            for sequence, (run,) in call.rows.items():
+                size_q, size_k = sizes[sequence]
+                seen = None if cut.mask is None else cut.mask.seen(run, size_k, sequence)
+                span = span_of(run, size_q, size_k, cut.window, seen)
+                begin, end = _chunk(size_k, number, count)
+                low, high = max(span.begin, begin), min(span.end, end)
+                if low < high:
+                    keys[sequence] = (low, high)
+                    moved[sequence] = span.between(low, high).diagonal
+            of_keys = (first_key, first_key + starts[number + 1] - starts[number])
+            first_key = of_keys[1]
+            if keys:
+                part = ChunkCall(call.rows, keys, moved, (number, number + 1))
+                result.append(Meeting(rows, of_keys, part))
+    return tuple(result)
 
 
 def _holding(size: int, count: int, span: Span) -> Run:

@@ -146,6 +146,14 @@ class PackedCall(Local):
     def _lse_out(self, lse: Tensor) -> Tensor:
         return self._put_rows(lse.transpose(0, 1)).transpose(1, 2)
 
+    def lse_pair(self, lse: Tensor) -> Tensor:
+        """See ``Local``."""
+        return lse.unsqueeze(1)
+
+    def lse_given(self, lse: Tensor) -> Tensor:
+        """See ``Local``."""
+        return lse.squeeze(0)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)

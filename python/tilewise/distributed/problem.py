@@ -28,20 +28,37 @@ if TYPE_CHECKING:
     from .mask_parts import WholeMask
 
 METHODS = ("ulysses", "allgather")
-BOTH = "ulysses+allgather"  # of a mesh of two dimensions
+BOTH, BOTH_RING = "ulysses+allgather", "ulysses+ring"  # of a mesh of two dimensions
 
 
 def check_method(method: str, grid: Grid | None = None) -> str:
     """The given method, after a check that it is "auto" or possible on the mesh."""
     if grid is not None:
-        if method not in ("auto", BOTH):
+        if method not in ("auto", BOTH, BOTH_RING):
             raise ValueError(
-                f"method is {method!r}, but must be 'auto' or {BOTH!r} on a mesh of two dimensions"
+                f"method is {method!r}, but must be 'auto', {BOTH!r} or {BOTH_RING!r} on a mesh of "
+                "two dimensions"
             )
         return method
-    if not isinstance(method, str) or method not in ("auto", *METHODS):
-        raise ValueError(f"method is {method!r}, but must be 'auto', 'ulysses' or 'allgather'")
+    if not isinstance(method, str) or method not in ("auto", *METHODS, "ring"):
+        raise ValueError(
+            f"method is {method!r}, but must be 'auto', 'ulysses', 'allgather' or 'ring'"
+        )
     return method
+
+
+def _check_ring(method: str, q: Tensor, k: Tensor) -> None:
+    """Refuses what a ring cannot compute in float32, in which its partial outputs must be."""
+    if not method.endswith("ring"):
+        return
+    if _check.is_float8(k.dtype):
+        raise TypeError(f"k has dtype {k.dtype}, but must have that of q with method {method!r}")
+    if q.device.type == "cuda" and q.dtype != torch.float32:
+        raise TypeError(
+            f"q has dtype {q.dtype} on {q.device}, but must have torch.float32 with method "
+            f"{method!r}, which merges partial outputs in float32: only on CPUs are inputs of 16 "
+            "bits converted for it"
+        )
 
 
 class Cut(cost.Cut, Protocol):
@@ -64,6 +81,12 @@ class Cut(cost.Cut, Protocol):
 
     def local(self, rank: int, device: torch.device, /) -> list[Local]:
         """The calls of a rank."""
+
+    def by_chunk(self) -> Cut:
+        """See ``cost.Cut``."""
+
+    def local_of(self, call: Any, device: torch.device, /) -> Local:
+        """The call of a meeting."""
 
 
 class Problem(NamedTuple):
@@ -153,6 +176,7 @@ def prepare(
             q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
+        _check_ring(method, tensors[0], tensors[1])
         if bias is not None:
             _torch._check_bias(bias, tensors[0])
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
@@ -217,6 +241,7 @@ def prepare_varlen(
         *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
         _check.varlen(tensors[0], tensors[1], tensors[2], False)
+        _check_ring(method, tensors[0], tensors[1])
         batch = len(starts[0]) - 1
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)

@@ -26,7 +26,7 @@ from strategies import cases, masked  # noqa: E402
 from tilewise import _torch, masks  # noqa: E402
 from tilewise.distributed.layout import packed_runs, runs_of  # noqa: E402
 
-METHODS, LAYOUTS = ("ulysses", "allgather"), ("zigzag", "contiguous")
+METHODS, LAYOUTS = ("ulysses", "allgather", "ring"), ("zigzag", "contiguous")
 CAUSAL = (-1, 0)
 BASE = Case(rows=(29, 29), keys=(29, 29), heads_kv=2, group=2, head_dim=16, head_dim_v=16,
             dlse=True, seed=1)  # fmt: skip
@@ -153,15 +153,19 @@ def draw_as(b: Built, group) -> Any:
     return mock.patch.object(_torch, "draw_dropout_state", lambda on: torch.tensor(state).to(on))
 
 
-def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray]:
-    """This rank's results in float64, by the oracle's names; method "mesh" is a 2 x 2 mesh."""
-    b = Built(case)
+def compute(
+    group, case: Case, method: str, layout: str, b: Built | None = None
+) -> dict[str, np.ndarray]:
+    """This rank's results in float64, by the oracle's names; "mesh m" is the method m of a mesh of
+    2 x 2 ranks.
+    """
+    b = b or Built(case)
     place = device()
     qkv, options = arguments(b, layout, group)
-    if method == "mesh":
+    if method.startswith("mesh "):
         if "mesh" not in _meshes:
             _meshes["mesh"] = torch.distributed.init_device_mesh(place.type, (2, 2))
-        options["mesh"], method = _meshes["mesh"], "auto"
+        options["mesh"], method = _meshes["mesh"], method.removeprefix("mesh ")
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
     where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
     with draw_as(b, group):
@@ -183,6 +187,11 @@ def compute(group, case: Case, method: str, layout: str) -> dict[str, np.ndarray
     for n, x in result.items():
         assert x is not None, n
     return {n: float64(x) for n, x in result.items()}
+
+
+def compute_all(group, case: Case, calls: list[tuple[str, str]]) -> list[dict[str, np.ndarray]]:
+    b = Built(case)
+    return [compute(group, case, *call, b) for call in calls]
 
 
 def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -217,8 +226,12 @@ def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> No
     b = Built(case)
     want = b.expected()
     yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
+    results = {
+        world: pool.run(world, compute_all, case, [call[1:] for call in calls if call[0] == world])
+        for world in sorted({call[0] for call in calls})
+    }
     for world, method, layout in calls:
-        got = joined(case, layout, pool.run(world, compute, case, method, layout))
+        got = joined(case, layout, [of_rank.pop(0) for of_rank in results[world]])
         where = f"{method} {layout} {world} ranks {case}"
         check_out(flat(torch.from_numpy(got["out"])), want, case.dtype, yard, where)
         check_lse(b.by_row(torch.from_numpy(got["lse"])), want.lse, case.dtype, yard, where)
@@ -240,7 +253,8 @@ def test_results_and_gradients(pool, world):
 def test_a_mesh_of_two_dimensions(pool):
     for name in CASES:
         case = case_of(name)
-        check_ranks(pool, case, [(4, "mesh", layout) for layout in LAYOUTS])
+        methods = ("mesh auto", "mesh ulysses+ring")
+        check_ranks(pool, case, [(4, m, layout) for m in methods for layout in LAYOUTS])
 
 
 PACKED = {

