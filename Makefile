@@ -241,9 +241,10 @@ docs: $(VENV)/.installed $(VENV)/.ready-docs ## the documentation as a site, in 
 	@$(say) "docs: open build/site/index.html"
 
 .PHONY: results
-results: $(VENV)/.ready ## writes the tables of the pages from docs/results, and the drawings
+results: $(VENV)/.installed ## writes the tables of the pages from docs/results, and the drawings
 	@$(python) tools/results_tables.py
 	@$(python) tools/draw_pipeline.py
+	@$(python) tools/draw_masks.py
 
 .PHONY: format
 format: $(VENV)/.ready-lint ## rewrites C++ and Python in the project's format
