@@ -47,8 +47,8 @@ def attention(
             rows of the mesh gather keys ("allgather").
         method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
             takes the one of them with the lower predicted time (see ``explain``). "ring" takes
-            the keys of one rank after another, which needs less memory: no float8, and on GPUs
-            float32 only. With a mesh of two dimensions: "auto", "ulysses+allgather" or
+            the keys of one rank after another, which needs less memory; on GPUs
+            it takes float32 only. With a mesh of two dimensions: "auto", "ulysses+allgather" or
             "ulysses+ring".
         layout: How the sequence is cut: "zigzag" or "contiguous".
         tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.

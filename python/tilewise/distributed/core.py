@@ -6,9 +6,9 @@ tensors that it has received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .._options import (
 if TYPE_CHECKING:  # masks need NumPy
     from .mask_parts import MaskPart, WholeMask
 
+Call: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options], Result]"
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
 
@@ -86,7 +87,15 @@ class Local:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Method``."""
-        return self.call(q, k, v, self.given(options, q))
+        return self.run(self.call, q, k, v, options)
+
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """The forward over some of the keys of the rows, with out in float32."""
+        return self.run(self.call_in_float32, q, k, v, options)
+
+    def run(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """A forward by ``call`` or ``call_in_float32``."""
+        return call(q, k, v, self.given(options, q))
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
@@ -96,10 +105,19 @@ class Local:
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """The forward of the operator; keys and values of float8 travel as bytes."""
-        k, v = (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x for x in (k, v))
+        k, v = _as_float8(k), _as_float8(v)
         q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
         out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
         return Result(out, lse[0], [q, k, v, out, lse])
+
+    def call_in_float32(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """The same of inputs that are converted: operators write out in the dtype of q."""
+        k = _as_float32(k, options.k_descale, options.cu_seqlens_k)
+        v = _as_float32(v, options.v_descale, options.cu_seqlens_k)
+        bias = None if options.bias is None else options.bias.float()
+        return self.call(
+            q.float(), k, v, options._replace(k_descale=None, v_descale=None, bias=bias)
+        )
 
     def call_backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
@@ -110,6 +128,20 @@ class Local:
         dout = contiguous_columns(dout)
         grads = _ops.call_backward(dout, dlse, *state, *options, wanted)
         return [x if wanted & bit else None for x, bit in zip(grads, WANT_BITS, strict=True)]
+
+
+def _as_float8(x: Tensor) -> Tensor:
+    return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
+
+
+def _as_float32(x: Tensor, factors: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Keys or values [B, keys, Hkv, columns], or packed ones, times factors [B, Hkv]."""
+    wide = _as_float8(x).float()
+    if factors is None:
+        return wide
+    if starts is None:
+        return wide * factors[:, None, :, None]
+    return wide * factors.repeat_interleave(starts.diff(), 0)[:, :, None]
 
 
 def part_of(mask: WholeMask | None, places: Any, device: torch.device) -> MaskPart | None:

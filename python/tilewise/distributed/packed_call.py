@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._options import Options
-from .core import Gradients, Local, Result, diagonals, with_diagonal
+from .core import Call, Gradients, Local, Result, diagonals, with_diagonal
 from .layout import Run, Starts
 
 if TYPE_CHECKING:
@@ -154,12 +154,12 @@ class PackedCall(Local):
         """See ``Local``."""
         return lse.squeeze(0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
-        """See ``Method``."""
+    def run(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Local``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
         given = self.given(options, q)
         parts = [
-            self.call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced))
+            call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced))
             for s in self._steps(given)
         ]
         out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)

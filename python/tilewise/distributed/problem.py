@@ -47,13 +47,9 @@ def check_method(method: str, grid: Grid | None = None) -> str:
     return method
 
 
-def _check_ring(method: str, q: Tensor, k: Tensor) -> None:
+def _check_ring(method: str, q: Tensor) -> None:
     """Refuses what a ring cannot compute in float32, in which its partial outputs must be."""
-    if not method.endswith("ring"):
-        return
-    if _check.is_float8(k.dtype):
-        raise TypeError(f"k has dtype {k.dtype}, but must have that of q with method {method!r}")
-    if q.device.type == "cuda" and q.dtype != torch.float32:
+    if method.endswith("ring") and q.device.type == "cuda" and q.dtype != torch.float32:
         raise TypeError(
             f"q has dtype {q.dtype} on {q.device}, but must have torch.float32 with method "
             f"{method!r}, which merges partial outputs in float32: only on CPUs are inputs of 16 "
@@ -176,7 +172,7 @@ def prepare(
             q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
-        _check_ring(method, tensors[0], tensors[1])
+        _check_ring(method, tensors[0])
         if bias is not None:
             _torch._check_bias(bias, tensors[0])
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
@@ -241,7 +237,7 @@ def prepare_varlen(
         *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
         _check.varlen(tensors[0], tensors[1], tensors[2], False)
-        _check_ring(method, tensors[0], tensors[1])
+        _check_ring(method, tensors[0])
         batch = len(starts[0]) - 1
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)

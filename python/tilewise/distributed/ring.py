@@ -88,14 +88,13 @@ class Ring:
         lse = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         if options.sinks is not None:
             lse = lse.copy_(options.sinks[:, None])
-        bias = None if options.bias is None else options.bias.float()
-        given, wide = options._replace(sinks=None, bias=bias), q.float()
+        given = options._replace(sinks=None)
 
         def compute(step: int, x: tuple[Tensor, ...]) -> None:
             for meeting, local in self._calls(step):
                 own = slice(*meeting.rows)
-                keys, values = (y[:, slice(*meeting.keys)].float() for y in x)
-                part = local.forward(wide[:, own], keys, values, given)
+                keys, values = (y[:, slice(*meeting.keys)] for y in x)
+                part = local.partial(q[:, own], keys, values, given)
                 part_lse = local.lse_pair(part.state[-1]).double().sum(0)
                 before, share, lse[..., own] = _torch._merge_weights(lse[..., own], part_lse)
                 before, share = (w.float().transpose(1, 2).unsqueeze(-1) for w in (before, share))

@@ -221,8 +221,15 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
     return result
 
 
+def possible(c: Case, method: str) -> bool:
+    """GPUs compute no masks, and no ring of inputs of 16 bits."""
+    masked = c.mask_ranges is not None or c.mask_blocks is not None
+    return not CUDA or not (masked or (method.endswith("ring") and c.dtype != "fp32"))
+
+
 def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
     """Computes the case once per (ranks, method, layout), and compares it with the oracle."""
+    calls = [call for call in calls if possible(case, call[1])]
     b = Built(case)
     want = b.expected()
     yard = None if b.dtype == torch.float32 else yardstick.errors(b, want)
@@ -355,11 +362,12 @@ def repeated(group, case, method, layout):
 
 
 def test_results_repeat_bitwise(pool):
-    for method in METHODS:
-        for layout in LAYOUTS:
-            ranks = len(pool.pipes)
-            assert all(pool.run(ranks, repeated, case_of("bf16_causal"), method, layout))
-            ranks = min(3, ranks)
-            assert all(pool.run(ranks, repeated, case_of("everything"), method, layout))
-            packed = replace(PACKED_BASE, **PACKED["everything"])
-            assert all(pool.run(ranks, repeated, packed, method, layout))
+    repeating = {
+        case_of("bf16_causal"): len(pool.pipes), case_of("everything"): min(3, len(pool.pipes)),
+        replace(PACKED_BASE, **PACKED["everything"]): min(3, len(pool.pipes)),
+    }  # fmt: skip
+    for case, ranks in repeating.items():
+        for method in METHODS:
+            for layout in LAYOUTS:
+                if possible(case, method):
+                    assert all(pool.run(ranks, repeated, case, method, layout))

@@ -86,7 +86,7 @@ def test_results_are_those_of_what_the_bytes_represent(pool, world):
         b = quantized(case, factors)[0]
         want = b.expected()
         yard = yardstick.errors(b, want)
-        for method in METHODS[:2]:  # the ring takes none
+        for method in METHODS:
             for layout in LAYOUTS:
                 parts = pool.run(world, compute, case, factors, method, layout)
                 got = joined(case, layout, parts)
@@ -107,22 +107,20 @@ def bytes_and_refusals(group):
     bytes_ = k.to(FLOAT8), v.to(FLOAT8)
     calls = [lambda x=x: td.attention(q, *bytes_, group=group, k_descale=x) for x in factors]
     calls.append(lambda: td.attention(q, *bytes_, group=group).sum().backward())
-    calls.append(lambda: td.attention(q, *bytes_, group=group, method="ring"))
     return moved, [error_of(call) for call in calls]
 
 
 def error_of(call) -> str:
     try:
         call()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
 
 
 def test_bytes_and_refusals(pool):
-    for moved, (shape, differ, backward, ring) in pool.run(2, bytes_and_refusals):
+    for moved, (shape, differ, backward) in pool.run(2, bytes_and_refusals):
         assert moved[1] == moved[0] / 2
         assert "k_descale has shape [1, 3], but must be [batch, heads_kv] = [1, 2]" in shape
         assert "k_descale is None on rank 0" in differ or "on rank 1, but None on rank 0" in differ
-        assert "k has dtype torch.float8_e4m3fn, but must have that of q with method 'ring'" in ring
         assert "only the forward supports keys and values of float8_e4m3" in backward
