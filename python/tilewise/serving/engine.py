@@ -379,8 +379,8 @@ class Engine:
                 return []
             params = [s.params for s in complete]
             uniform = [s.random.random() for s in complete]
-            texts = [(s.tokens, s.prompt) for s in complete]
-            tokens = sample(penalised(logits, params, texts), params, uniform)
+            counts = [s.counts for s in complete]
+            tokens = sample(penalised(logits, params, counts), params, uniform)
             return [*zip(tokens, logprobs(logits, params, tokens), strict=True)]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,34 +116,65 @@ class Logprobs(NamedTuple):
     top: list[tuple[int, float]]  # the most likely tokens, in descending order
 
 
+class TokenCounts:
+    """The tokens of a request so far, as its penalties need them: updated with each token, because
+    counting anew would take time quadratic in the length of the answer.
+
+    Args:
+        prompt: The tokens of the prompt.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt, self._new = list(prompt), list[int]()
+        self._seen = self._generated = torch.empty(0)
+
+    def add(self, token: int) -> None:
+        """Counts a generated token."""
+        self._new.append(token)
+
+    def of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each token of the vocabulary has occurred, and how often it was generated.
+
+        Args:
+            logits: [vocabulary], on whose device the results are.
+
+        Returns:
+            bool and float32 [vocabulary].
+        """
+        if not len(self._seen):
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            self._seen[torch.tensor(self._prompt, device=logits.device)] = True
+            self._generated = torch.zeros_like(logits, dtype=torch.float32)
+        for token in self._new:
+            self._seen[token] = True
+            self._generated[token] += 1.0
+        self._new.clear()
+        return self._seen, self._generated
+
+
 def penalised(
-    logits: Tensor, params: list[SamplingParams], texts: list[tuple[list[int], int]]
+    logits: Tensor, params: list[SamplingParams], counts: list[TokenCounts | None]
 ) -> Tensor:
     """The logits after penalties; those of rows without any are unchanged.
 
     Args:
         logits: [N, vocabulary], which are not written.
         params: The options of the N rows.
-        texts: The tokens of each row so far, and how many of them are the prompt.
+        counts: The tokens of each row so far; None for rows without penalties.
 
     Returns:
         [N, vocabulary], in float32 if a row has penalties.
     """
-    if not any(p.penalises for p in params):
+    if not any(counts):
         return logits
     logits = logits.float().clone()
-    for row, p, (tokens, prompt) in zip(logits, params, texts, strict=True):
-        if not p.penalises:
+    for row, p, counted in zip(logits, params, counts, strict=True):
+        if counted is None:
             continue
-        seen = torch.tensor([*set(tokens)], device=logits.device)
-        values = row[seen]
+        seen, generated = counted.of(row)
         factor = p.repetition_penalty
-        row[seen] = torch.where(values > 0.0, values / factor, values * factor)
-        counts = Counter(tokens[prompt:])
-        if counts:
-            generated = torch.tensor([*counts], device=logits.device)
-            amounts = torch.tensor([*map(float, counts.values())], device=logits.device)
-            row[generated] -= p.presence_penalty + p.frequency_penalty * amounts
+        row.copy_(torch.where(seen, torch.where(row > 0.0, row / factor, row * factor), row))
+        row -= p.presence_penalty * (generated > 0.0) + p.frequency_penalty * generated
     return logits
 
 

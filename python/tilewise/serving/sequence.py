@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .sampling import Logprobs, SamplingParams
+from .sampling import Logprobs, SamplingParams, TokenCounts
 from .text import TextStream
 
 
@@ -40,6 +40,7 @@ class Sequence:
     timeout: float | None = None  # seconds after `since`
     prompt: int = field(init=False)  # number of tokens of the prompt
     random: random.Random = field(init=False)
+    counts: TokenCounts | None = field(init=False)  # None without penalties
     deadline: float = field(init=False)  # on the clock of time.monotonic
     cached: int = 0
     row: int = -1  # row in the pool; -1 while waiting, without pages
@@ -49,6 +50,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
+        self.counts = TokenCounts(self.tokens) if self.params.penalises else None
         seed = self.params.seed
         self.random = random.Random(None if seed is None else int(seed))
         self.deadline = math.inf if self.timeout is None else self.since + self.timeout
@@ -61,6 +63,8 @@ class Sequence:
     def accept(self, token: int, logprobs: Logprobs | None = None) -> Output:
         """Appends a sampled token. Exceptions of the tokenizer propagate."""
         self.tokens.append(token)
+        if self.counts:
+            self.counts.add(token)
         text, finish = "", None
         if token in self.stop_tokens:
             finish = "stop"

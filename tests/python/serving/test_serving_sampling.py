@@ -12,7 +12,7 @@ hf_models.require("transformers>=5.20")
 import tiny_llama  # noqa: E402
 from serving_engine import engine  # noqa: E402
 from tilewise.serving import SamplingParams  # noqa: E402
-from tilewise.serving.sampling import logprobs, penalised, sample  # noqa: E402
+from tilewise.serving.sampling import TokenCounts, logprobs, penalised, sample  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
@@ -52,8 +52,12 @@ def test_penalties():
         SamplingParams(frequency_penalty=0.5, presence_penalty=-1.0),
         SamplingParams(repetition_penalty=2.0),
     ]
-    texts = [([2, 0, 1, 1], 2)] * 4  # the prompt is 2, 0
-    got = penalised(logits, params, texts)
+    counts = [TokenCounts([2, 0]) if p.penalises else None for p in params]
+    for token in (1, 1):
+        for counted in counts[1:]:
+            counted.add(token)
+        penalised(logits, params, counts)  # a draw between the tokens changes nothing
+    got = penalised(logits, params, counts)
     assert torch.equal(logits[0], got[0])
     assert got[1].tolist() == [2.0, 0.5, -1.0, 0.5]
     assert got[2].tolist() == [2.0, 1.0, -1.0, 0.5]
