@@ -89,6 +89,21 @@ class PagePool:
         self.grow(row, len(tokens))
         return row, len(shared) * self.page_size
 
+    def sharable(self, filling: list[int], tokens: list[int]) -> int:
+        """The number of tokens whose pages a sequence will find once those of `filling` are full.
+
+        Args:
+            filling: The tokens of the sequence whose pages are being filled.
+            tokens: The tokens of the sequence that looks for pages.
+        """
+        size, count = self.page_size, 0
+        last = min(len(filling), len(tokens) - 1) if self._share_prefixes else 0
+        while (
+            count + size <= last and filling[count : count + size] == tokens[count : count + size]
+        ):
+            count += size
+        return count
+
     def grow(self, row: int, tokens: int) -> bool:
         """Gives the row enough pages for `tokens` tokens, or returns False and takes none."""
         missing = self.pages_of(tokens) - len(self._owned[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Sequence as List
 
@@ -36,13 +37,18 @@ def split_budget(pending: List[int], budget: int) -> list[int]:
     return given
 
 
+def _arrival(s: Sequence) -> int:
+    return s.id
+
+
 class Scheduler:
     """The queue of requests, the running batch, and the pages that it holds.
 
-    Requests are admitted in order of arrival, each with pages for all of its tokens so far.
-    Decoding takes further pages as sequences grow. When no page is free, the request that arrived
-    last is preempted: it frees its pages and returns to the head of the queue. The oldest request
-    therefore always advances.
+    Requests are admitted in order of arrival, each with pages for all of its tokens so far. One
+    waits longer if a running prompt is about to fill the pages of at least half of its tokens:
+    several answers to a prompt compute it once. Decoding takes further pages as sequences grow.
+    When no page is free, the request that arrived last is preempted: it frees its pages and waits
+    again. The oldest running request therefore always advances.
 
     Args:
         pool: The pages, with one row for each running request.
@@ -51,7 +57,7 @@ class Scheduler:
 
     def __init__(self, pool: PagePool, step_tokens: int) -> None:
         self.pool, self.step_tokens = pool, step_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
         self.shared_tokens = 0  # tokens that were in pages when their request was admitted
@@ -95,16 +101,27 @@ class Scheduler:
                 victim = self.running.pop()
                 self.pool.release(victim.row)
                 victim.row, victim.cached = -1, 0
-                self.waiting.appendleft(victim)
+                bisect.insort(self.waiting, victim, key=_arrival)
                 self.preemptions += 1
 
     def _admit(self) -> None:
         """Admits requests while there are rows, and pages for all of their tokens."""
-        while self.waiting:
-            s = self.waiting[0]
+        for s in list(self.waiting):
+            if self._is_held_back(s):
+                continue
             admitted = self.pool.admit(s.tokens)
             if admitted is None:
                 return
             s.row, s.cached = admitted
             self.shared_tokens += s.cached
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(s)
+            bisect.insort(self.running, s, key=_arrival)
+
+    def _is_held_back(self, s: Sequence) -> bool:
+        """Whether running prompts will fill the pages of at least half of the request's tokens."""
+        for other in self.running:
+            if other.pending > 1:
+                count = self.pool.sharable(other.tokens, s.tokens)
+                if other.cached < count and 2 * count >= len(s.tokens):
+                    return True
+        return False

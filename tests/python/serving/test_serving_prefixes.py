@@ -12,8 +12,8 @@ import hf_models  # noqa: E402
 
 hf_models.require("transformers>=5.20")
 import tiny_llama  # noqa: E402
-from serving_engine import COUNT, GREEDY, all_free, engine  # noqa: E402
-from tilewise.serving import PagePool  # noqa: E402
+from serving_engine import COUNT, GREEDY, Answer, all_free, engine  # noqa: E402
+from tilewise.serving import Engine, PagePool, SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.models, pytest.mark.tensors]
 
@@ -31,6 +31,63 @@ def test_second_prompt_is_not_computed_again():
         expected = 0 if prompt is prompts[0] else min(88, (len(prompt) - 1) // 4 * 4)
         assert shared == expected and all_free(e)
     assert plain.stats()["shared_tokens"] == 0
+
+
+def count_prefilled(e: Engine, monkeypatch) -> list[int]:
+    """The numbers of tokens of prompts that each step computes, appended as the engine runs."""
+    counts: list[int] = []
+    forward = e._forward
+
+    def counting(new_tokens):
+        counts.append(sum(max(0, min(n, s.prompt - s.cached)) for s, n in new_tokens.items()))
+        return forward(new_tokens)
+
+    monkeypatch.setattr(e, "_forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("step_tokens", [16, 64, 512])
+def test_choices_of_one_prompt_compute_it_once(monkeypatch, step_tokens):
+    """Four requests that arrive together, and a short one behind them, which does not wait."""
+    prompt, short = tiny_llama.prompts(90, 3)
+    drawn = [SamplingParams(COUNT, temperature=0.9, seed=seed) for seed in range(4)]
+    alone = [engine().generate([prompt], params)[0].tokens for params in drawn]
+    e = engine(step_tokens=step_tokens, max_running=5)
+    counts = count_prefilled(e, monkeypatch)
+    answers = [Answer() for _ in range(5)]
+    for params, answer in zip(drawn, answers[:4], strict=True):
+        e.add(prompt, params, answer)
+    e.add(short, GREEDY, answers[4])
+    e.step()
+    assert len(answers[4].tokens) == 1
+    while e.busy:
+        e.step()
+        running = [s.id for s in e._scheduler.running]
+        assert running == sorted(running)
+    assert [a.tokens for a in answers[:4]] == alone and all_free(e)
+    # Pages of 4 tokens: 88 of the 90 tokens of the prompt are shared.
+    assert sum(counts) == 90 + 3 * 2 + 3
+
+
+def test_choices_do_not_wait_for_pages_that_will_not_come(monkeypatch):
+    """The first prompt is cancelled before its pages are full, or nothing is shared."""
+    prompt = tiny_llama.prompts(90)[0]
+    e = engine(step_tokens=16)
+    counts = count_prefilled(e, monkeypatch)
+    first = e.add(prompt, GREEDY)
+    answer = Answer()
+    e.add(prompt, GREEDY, answer)
+    e.step()
+    assert (counts, e.stats()["waiting"]) == ([16], 1)
+    e.cancel(first)
+    while e.busy:
+        e.step()
+    assert answer.tokens == tiny_llama.greedy(tiny_llama.make(), prompt, COUNT)
+    assert sum(counts) == 90 + 16 - e.stats()["shared_tokens"] and all_free(e)
+    unshared = engine(prefix_caching=False, step_tokens=512)
+    counts = count_prefilled(unshared, monkeypatch)
+    unshared.generate([prompt, prompt], GREEDY)
+    assert counts[0] == 180
 
 
 def test_shared_pages_outlive_their_first_holder_and_are_given_up_when_needed():
