@@ -33,8 +33,8 @@ OUTSIDE = {
     "tests/emulator/README.md": "emulator.md",
 }
 CONTENTS = {
-    "Guides": "options masks from-flexattention derivatives api c-api numerics performance serving "
-    "distributed migration packaging examples",
+    "Guides": "options masks mla from-flexattention derivatives api c-api numerics performance "
+    "serving distributed migration packaging examples",
     "Integrations": "integrations/*",
     "Reference": "reference/python reference/c glossary",
     "How it works": "architecture kernels-hopper kernels-mma-sync decode decisions/README",

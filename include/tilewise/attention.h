@@ -29,8 +29,8 @@ typedef struct tilewise_attention {
                          read */
   int64_t heads_q;    /* Hq: 1..2^31-1, a multiple of heads_kv */
   int64_t heads_kv;   /* Hkv: 1..2^31-1 */
-  int64_t head_dim;   /* D, columns of q and k: 1..512 */
-  int64_t head_dim_v; /* Dv, columns of v and out: 1..512; 0 means head_dim */
+  int64_t head_dim;   /* D, columns of q and k: 1..576 */
+  int64_t head_dim_v; /* Dv, columns of v and out: 1..576; 0 means head_dim */
 
   tilewise_tensor q;   /* [B, Sq, Hq, D] or [T, Hq, D] */
   tilewise_tensor k;   /* [kv_batch, Sk, Hkv, D], [Tk, Hkv, D] or [pages, page_size, Hkv, D] */

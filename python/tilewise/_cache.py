@@ -33,6 +33,7 @@ class CacheLayout(NamedTuple):
     check: bool = False
     cu_seqlens_q: Any = None  # [B + 1]; q is [T, Hq, D]
     max_seqlen_q: int | None = None
+    head_dim_v: int | None = None  # of a latent cache, which has its values in its keys
 
     def max_rows(self) -> int:
         """The upper bound of the queries of a sequence, or 0 if it is not given.

@@ -17,7 +17,8 @@ LAYOUTS = {
 }
 VARLEN = "[total rows, heads, head_dim]"
 PAGED = "[pages, page_size, heads, head_dim]"
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
+_MAX_HEAD_DIM_CUDA = 512
 MAX_SPLITS = 256
 
 _MAX_KEYS = 2**62  # the sum of two such numbers still fits into int64
@@ -160,6 +161,11 @@ def _rank(name: str, array: Any, rank: int, meaning: str) -> None:
         raise ValueError(
             f"{name} has shape {list(array.shape)}, but must have {rank} dimensions: {meaning}"
         )
+
+
+def max_head_dim(device: str) -> int:
+    """The largest head dimension that the kernels of a type of device compute."""
+    return _MAX_HEAD_DIM_CUDA if device == "cuda" else MAX_HEAD_DIM
 
 
 def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:

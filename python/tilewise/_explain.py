@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from . import _abi, _check, _describe
+from . import _abi, _check, _describe, _latent
 from ._cache import CacheLayout
 from ._check import UNBOUNDED, Window
 from ._library import c_library
@@ -61,7 +61,7 @@ class Explanation:
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window = UNBOUNDED,
+    q: Any, k: Any, v: Any = None, *, causal: bool = False, window: Window = UNBOUNDED,
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, layout: str = "bshd", cu_seqlens_q: Any = None,
@@ -69,12 +69,12 @@ def explain(
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     mask: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
-    cache_leftpad: Any = None, num_splits: int = 0,
+    cache_leftpad: Any = None, num_splits: int = 0, head_dim_v: int | None = None,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
     The function that is explained follows from the arguments. With cu_seqlens_q it is
-    ``attention_varlen``. With cache_seqlens, cache_batch_idx or cache_leftpad it is
+    ``attention_varlen``. With cache_seqlens, cache_batch_idx, cache_leftpad or head_dim_v it is
     ``attention_with_kvcache``, whose caches are k and v; its append is not explained, so there are
     no arguments for new keys, new values and rotary embedding. All arguments are those of the
     explained function, with the same shapes, dtypes, checks and errors.
@@ -92,7 +92,11 @@ def explain(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
-    cached = any(x is not None for x in (cache_seqlens, cache_batch_idx, cache_leftpad))
+    _latent.check_one_tensor(head_dim_v, v, None, v_descale)
+    if head_dim_v is not None:
+        request = request._replace(v_descale=k_descale)
+    given = (cache_seqlens, cache_batch_idx, cache_leftpad, head_dim_v)
+    cached = any(x is not None for x in given)
     if num_splits != 0 and not cached:
         raise ValueError("num_splits is given, but belongs to cache_seqlens, which is None")
     _check.heads_first(layout)
@@ -104,7 +108,7 @@ def explain(
     if cached:
         cache_layout = CacheLayout(
             cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q,
-            max_seqlen_q,
+            max_seqlen_q, head_dim_v,
         )  # fmt: skip
         function, problem = attention_with_kvcache, _Cached(cache_seqlens, cache_layout)
     elif sequences.or_none() is not None:
@@ -198,9 +202,9 @@ def _describe_torch(
 
     with torch.random.fork_rng(enabled=bool(request.dropout_p)):
         if isinstance(problem, _Cached):
-            options = _kvcache_torch.prepare(
-                q, k, v, problem.lengths, request, problem.cache_layout
-            )
+            layout = problem.cache_layout
+            v = _latent.values_of(_torch.as_array("k_cache", k), v, layout.head_dim_v)
+            options = _kvcache_torch.prepare(q, k, v, problem.lengths, request, layout)
         elif isinstance(problem, Sequences):
             q, k, v, options = _torch.prepare_varlen(q, k, v, problem, request)
         else:

@@ -12,7 +12,7 @@ require("tilewise on arrays", "numpy")
 
 import numpy as np
 
-from . import _abi, _check, _describe, _numpy
+from . import _abi, _check, _describe, _latent, _numpy
 from ._cache import (
     CacheLayout,
     Entries,
@@ -143,6 +143,7 @@ def _check_arrays(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, bias: Any, layout: CacheLayout, writes: bool
 ) -> _Arrays:
     k_cache = _cache("k_cache", k_cache, writes)
+    v_cache = _latent.values_of(k_cache, v_cache, layout.head_dim_v)
     v_cache = _cache("v_cache", v_cache, writes)
     q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
     table, index = layout.block_table, layout.cache_batch_idx
@@ -195,18 +196,22 @@ def attention_with_kvcache(
 def _attend(
     q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Array, Array]:
-    appends = check_new(new)
+    appends, columns = check_new(new), layout.head_dim_v or 0
     given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, layout, appends)
     q, k_cache, v_cache, batch, arrays = given
     lengths, rotated = arrays.get("seqused_k"), q
+    turned = q  # the columns of q that a rotation begins with
     if appends:
+        if columns > 0:
+            k = _numpy.as_array("k", new.k)
+            (turned, k_cache, v_cache), new = _latent.divided(q, k_cache, new, k, columns)
         new = _check_new_rows(new, q, k_cache, v_cache, batch)._replace(lengths=lengths)
         count = np.int32(new.k.shape[1]) if new.cu_seqlens is None else np.diff(new.cu_seqlens)
         arrays["seqused_k"] = np.asarray(lengths) + count
         if "block_table" in arrays:
             pad = arrays.get("leftpad_k")
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
-        rotated = np.empty(q.shape, q.dtype) if new.rotary_cos is not None else q
+        rotated = q.copy() if new.rotary_cos is not None else q
     problem = given._replace(q=rotated).problem(request, layout)
     _check.flag("check", layout.check)
     # Planning checks the arguments, so it comes before the append writes anything.
@@ -216,7 +221,8 @@ def _attend(
     _describe.plan(c_library(), problem.attention, None)
     try:
         if appends:
-            _append(q, rotated, k_cache, v_cache, new, arrays, problem.attention)
+            written = (turned, rotated[..., columns:], k_cache, v_cache)
+            _append(written, new, arrays, problem.attention)
         return _numpy._forward(problem)
     except ValueError:
         _raise_with_python_names(problem.attention, lengths, arrays, new)
@@ -272,23 +278,21 @@ def _check_new_rows(new: NewKeys, q: Array, k_cache: Array, v_cache: Array, batc
 
 
 def _append(
-    q: Array,
-    rotated: Array,
-    k_cache: Array,
-    v_cache: Array,
+    written: tuple[Array, Array, Array, Array],
     new: NewKeys,
     arrays: dict[str, Array],
     attention: Any,
 ) -> None:
+    q, rotated, k_cache, v_cache = written
     library = c_library()
     library.tilewise_append_kv.restype = c_int32
     a = _abi.sized(KvAppend)
     for name in ("device", "device_index", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
-                 "heads_kv", "head_dim", "head_dim_v", "cu_seqlens_q", "block_table",
-                 "block_table_stride",
+                 "heads_kv", "cu_seqlens_q", "block_table", "block_table_stride",
                  "block_table_width", "page_size", "pages", "kv_batch_idx", "kv_batch",
                  "leftpad_k"):  # fmt: skip
         setattr(a, name, getattr(attention, name))
+    a.head_dim, a.head_dim_v = k_cache.shape[-1], v_cache.shape[-1]
     a.seqlen_new = new.k.shape[-3]
     tensors = {"k_new": new.k, "v_new": new.v, "k_cache": k_cache, "v_cache": v_cache}
     keep_alive = [new.lengths]  # the struct holds only addresses

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _ops, _plain
+from . import _autograd, _check, _latent, _ops, _plain
 from ._cache import (
     CacheLayout,
     Entries,
@@ -26,6 +26,7 @@ from ._torch import (
     _check_bias,
     _full_keys,
     _longest,
+    as_array,
     batch_of,
     check_new_rows,
     check_tensors,
@@ -247,11 +248,13 @@ def attention_with_kvcache(
     ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
     k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
-    batch_idx, leftpad, table, num_splits, check, starts, max_rows = layout
+    batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v = layout
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
         batch_invariant, k_descale, v_descale,
     ) = given  # fmt: skip
+    if head_dim_v is not None:
+        v_cache = _latent.values_of(as_array("k_cache", k_cache), v_cache, head_dim_v)
     if (
         k is None and v is None and cos is None and sin is None and rotary_lengths is None
         and starts is None and starts_new is None and max_rows is None and bias is None
@@ -275,27 +278,33 @@ def _general(
     options = prepare(q, k_cache, v_cache, new.lengths, request, layout)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
+    appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
+    if columns > 0 and new.k is not None:
+        appended, new = _latent.divided(q, k_cache, new, as_array("k", new.k), columns)
     if _check.flag("check", layout.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "check is True while the stream is being captured, but it waits for the GPU: only "
                 "False is allowed"
             )
-        check_entries(_entries(q, k_cache, v_cache, options, new))
+        check_entries(_entries(*appended, options, new))
     try:
-        rotated, grown = append(q, k_cache, v_cache, options, new)
+        rotated, grown = append(*appended, options, new)
+        if appended[0] is not q:  # its columns after the values of a latent cache
+            rotates = new.rotary_cos is not None
+            rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
         return _ops.forward_alone(rotated, k_cache, v_cache, grown)
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
-            _raise_with_python_names(q, k_cache, v_cache, options, new)
+            _raise_with_python_names(appended, options, new)
         raise
 
 
 def _raise_with_python_names(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
+    appended: tuple[Tensor, Tensor, Tensor], options: Options, new: NewKeys
 ) -> None:
     """Repeats the library's checks of entries, because its errors use the names of the C ABI."""
     try:
-        check_entries(_entries(q, k_cache, v_cache, options, new))
+        check_entries(_entries(*appended, options, new))
     except ValueError as error:
         raise error from None

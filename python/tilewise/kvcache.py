@@ -6,10 +6,11 @@ from typing import Any
 
 from ._backend import cache_backend
 from ._check import UNBOUNDED, Window
+from ._latent import check_one_tensor
 
 
 def attention_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, *,
+    q: Any, k_cache: Any, v_cache: Any = None, k: Any = None, v: Any = None, *,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
     block_table: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
     rotary_interleaved: bool = True, rotary_seqlens: Any = None, cu_seqlens_q: Any = None,
@@ -18,6 +19,7 @@ def attention_with_kvcache(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0,
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
+    head_dim_v: int | None = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
@@ -31,7 +33,8 @@ def attention_with_kvcache(
             torch.Tensor or a NumPy array, and all other arguments are of the same kind.
         k_cache, v_cache: [cache batch, capacity, Hkv, D] and [..., Dv]; with block_table
             [pages, page_size, Hkv, D] and [..., Dv], for any page size. The dtype is that of q, or,
-            for q of float16 or bfloat16, torch.float8_e4m3fn (for arrays that of ml_dtypes).
+            for q of float16 or bfloat16, torch.float8_e4m3fn (for arrays that of ml_dtypes). With
+            head_dim_v there is no v_cache.
         k, v: New keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv] in the dtype of q, written to
             ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``; [Tnew, Hkv, ...] with
             cu_seqlens_k_new.
@@ -69,6 +72,10 @@ def attention_with_kvcache(
         k_descale, v_descale: float32 [B or 1, Hkv or 1]: factors of the stored values of a
             float8_e4m3fn cache. New keys and values are divided by them, rounded to nearest even
             and clamped to +-448. None is 1.
+        head_dim_v: Dv, at least 1 and less than D: k_cache is a latent cache (MLA, arXiv
+            2405.04434), whose first Dv columns are also the values. v_cache, v and v_descale must
+            be None; k has all D columns and is written once. Rotations begin with column Dv of q
+            and k, so they change no value.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
@@ -79,12 +86,18 @@ def attention_with_kvcache(
         ValueError: an argument has the wrong shape, device or range, or an entry out of range.
         RuntimeError: no kernel of this build can run the problem on this device.
     """
+    if v_cache is None and head_dim_v is None:
+        raise TypeError("v_cache is None, but must be given, or head_dim_v for a latent cache")
+    check_one_tensor(head_dim_v, v_cache, v, v_descale)
+    if head_dim_v is not None:
+        v, v_descale = k, k_descale
     new = (
         k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
         cu_seqlens_k_new,
     )  # fmt: skip
     layout = (
-        cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q
+        cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q,
+        head_dim_v,
     )  # fmt: skip
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,

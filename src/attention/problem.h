@@ -11,8 +11,9 @@
 
 namespace tilewise {
 
-// The largest head dimension of q and k, and of v.
-inline constexpr int64_t kMaxHeadDim = 512;
+// The largest head dimension of q and k, and of v: that of a latent cache (512 + 64). CPU families
+// compute all of them; each CUDA family has a limit of its own.
+inline constexpr int64_t kMaxHeadDim = 576;
 
 // After `validated_problem`: head_dim_v and kv_batch are set, and every size has been checked.
 using Problem = tilewise_attention;

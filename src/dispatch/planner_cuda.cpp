@@ -150,6 +150,14 @@ std::string refuse_cuda(const Request& request, const Device& device) {
            "; tensors in the memory of the CPU are allowed, and on a GPU the MATH backend of "
            "PyTorch's scaled_dot_product_attention has the derivatives of every pass";
   }
+  int32_t largest = 0;
+  for (const cuda::FamilyRow* row : rows) largest = max(largest, row->facts.max_head_dim);
+  if (max(request.problem.head_dim, request.problem.head_dim_v) > largest) {
+    return "device is CUDA" + sm + ": no CUDA family has a kernel for a " + request_text(request) +
+           " and head_dim_v " + std::to_string(request.problem.head_dim_v) +
+           "; head dimensions up to " + std::to_string(largest) +
+           " are allowed, and on a CPU up to " + std::to_string(kMaxHeadDim);
+  }
   const auto slowest = std::find_if(rows.begin(), rows.end(), [&](const cuda::FamilyRow* row) {
     return row->sm.contains(device.gpu.sm) && row->facts.computes(request);
   });

@@ -232,7 +232,7 @@ TEST(Planner, LargestValidSizesDoNotWrap) {
   const Gradients gradients{};
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     Problem p = problem(TILEWISE_FLOAT32, 1, int64_t{1} << 42, int64_t{1} << 42, 1);
-    p.head_dim = p.head_dim_v = 512;
+    p.head_dim = p.head_dim_v = kMaxHeadDim;
     p.num_splits = 256;
     Device device = kZen4;
     device.cpu.threads = 65536;
@@ -267,7 +267,7 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(fp8.kernel, "");
   EXPECT_EQ(fp8.why,
             "device is CPU: no CPU kernel computes a forward in f8 with out in bf16 with head_dim "
-            "64; float32, float16 and bfloat16 up to head_dim 512, with out in the dtype of q, are "
+            "64; float32, float16 and bfloat16 up to head_dim 576, with out in the dtype of q, are "
             "allowed");
   const cuda::Registry nothing{};
   Device hopper;
@@ -279,6 +279,13 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
             "head_dim 64; it has no CUDA code; tensors in the memory of the CPU are allowed");
+  Problem wide = problem(TILEWISE_BFLOAT16);
+  wide.head_dim = 576;
+  wide.head_dim_v = 512;
+  EXPECT_EQ(ask(wide, hopper).why,
+            "device is CUDA (sm_90): no CUDA family has a kernel for a forward in bf16 with "
+            "head_dim 576 and head_dim_v 512; head dimensions up to 512 are allowed, and on a CPU "
+            "up to 576");
   const tilewise_mask mask{};
   Problem masked = problem(TILEWISE_BFLOAT16);
   masked.mask = &mask;

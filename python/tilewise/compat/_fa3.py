@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _cache, _check, _kvcache_torch, _plain
-from tilewise._check import MAX_HEAD_DIM, is_float8
+from tilewise._check import is_float8, max_head_dim
 from tilewise._ops import Options
 from tilewise._request import Request
 from tilewise._torch import batch_of, check_tensors, with_descale
@@ -86,19 +86,46 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
         raise ValueError(
             f"qv has shape {list(qv.shape)}, but must be {wanted}: that of q with the columns of v"
         )
-    if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
+    limit = max_head_dim(q.device.type)
+    if q.shape[-1] + v.shape[-1] > limit:
         raise NotImplementedError(
-            f"qv makes a score of {q.shape[-1]} + {v.shape[-1]} products, but kernels support at "
-            f"most {MAX_HEAD_DIM}"
+            f"qv makes a score of {q.shape[-1]} + {v.shape[-1]} products, but kernels of "
+            f"{q.device.type} support at most {limit}"
         )
 
 
 def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """New q and k, whose product is q . k + qv . v."""
+    """New q and k, whose product is q . k + qv . v.
+
+    Kernels read keys from one tensor. In a latent cache the columns of k follow those of v, and
+    nothing is copied; otherwise v and k are.
+    """
     _check_qv(q, v, qv)
     if qv is None:
         return q, k
-    return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
+    keys = _latent_keys(k, v)
+    return torch.cat((qv, q), dim=-1), torch.cat((v, k), dim=-1) if keys is None else keys
+
+
+def _latent_keys(k: Tensor, v: Tensor) -> Optional[Tensor]:
+    """A view of the columns of v and k if they are neighbours in the rows of one tensor.
+
+    It has no gradient.
+    """
+    records = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if records or not _plain.is_eager():
+        return None
+    if (
+        k.dtype != v.dtype
+        or k.shape[:-1] != v.shape[:-1]
+        or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
+        or k.storage_offset() != v.storage_offset() + v.shape[-1]
+    ):
+        return None
+    for size, stride_k, stride_v in zip(k.shape, k.stride(), v.stride(), strict=True):
+        if size > 1 and stride_k != stride_v:
+            return None
+    return v.as_strided((*v.shape[:-1], v.shape[-1] + k.shape[-1]), v.stride())
 
 
 def _values(x: Optional[Tensor], default: list[int]) -> list[int]:
@@ -283,7 +310,6 @@ def attend_cached(
     q, options = _kvcache_torch.append(
         q, k_cache, v_cache, options, new, single_position=False if chunk else None
     )
-    # With qv this copies the caches, because the kernels read keys from one tensor.
     q, keys = _absorb(q, k_cache, v_cache, qv)
     if chunk == 0:
         return attend(q, keys, v_cache, options)

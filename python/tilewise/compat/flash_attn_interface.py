@@ -3,9 +3,9 @@
 The options mean the same in all functions. Rows and keys are aligned bottom-right: row i sees key j
 if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 means no limit;
 causal sets the right side to 0. With ``attention_chunk``, a row sees only keys of its own chunk.
-``qv`` adds qv . v to q . k (then head_dim + head_dim_v may be at most 512). The functions are
-differentiable. ``return_attn_probs`` adds the log-sum-exp, fp32 [B, H, Sq] or [H, T], which is
-differentiable as well.
+``qv`` adds qv . v to q . k (then head_dim + head_dim_v may be at most 576, on a GPU 512); it copies
+k and v unless the columns of k follow those of v in one tensor. The functions are differentiable,
+and so is the log-sum-exp, fp32 [B, H, Sq] or [H, T], which ``return_attn_probs`` adds.
 
 In a forward without ``qv``, k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16. Their
 values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new keys and
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def round_up_headdim(head_size: int) -> int:
-    """The head dimension itself, because kernels here support every one up to 512."""
+    """The head dimension itself, because kernels here support every one up to 512, some to 576."""
     return head_size
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import attention as _registry
 
 from tilewise import _ops, _torch
-from tilewise._check import MAX_HEAD_DIM
+from tilewise._check import MAX_HEAD_DIM, max_head_dim
 from tilewise._options import WANT_QKV
 from tilewise._request import Request
 from tilewise.api import attention
@@ -284,7 +284,8 @@ def _with_fallback(name: str, ours: Callable[..., Any], original: Any) -> Callab
         # A backward does not get these arguments, so it would run here, with other dropout bits.
         debugging = any(arguments[debug : debug + 1])
         of_forward = [*unknown, *(["return_debug_mask"] if debugging else [])]
-        is_ours = tensor.dtype in _DTYPES and tensor.shape[-1] <= MAX_HEAD_DIM
+        limit = max_head_dim(tensor.device.type)
+        is_ours = tensor.dtype in _DTYPES and tensor.shape[-1] <= limit
         if is_ours and not of_forward:
             result = ours(*arguments, **options)
             if result is not NotImplemented:

@@ -3,12 +3,11 @@
 
 #include <array>
 
-#include "attention/problem.h"
 #include "cuda/kernel_instance.h"
 
 namespace tilewise::cuda::simt {
 
-inline constexpr std::array kHeadDims = {64, 128, 256, static_cast<int>(kMaxHeadDim)};
+inline constexpr std::array kHeadDims = {64, 128, 256, 512};
 
 // The family runs on every GPU, so it has no tiles per architecture. The kernels that all families
 // share (src/cuda/common) are compiled for the same architectures.

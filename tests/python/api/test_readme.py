@@ -13,7 +13,7 @@ from paths import ROOT
 from tilewise._library import library_directory
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", "docs/c-api.md", "docs/api.md", "docs/distributed.md")
+PAGES = ("README.md", "docs/c-api.md", "docs/api.md", "docs/distributed.md", "docs/mla.md")
 BLOCKS = [block for page in PAGES for block in BLOCK.findall((ROOT / page).read_text())]
 
 

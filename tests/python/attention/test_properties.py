@@ -7,6 +7,7 @@ dtype instead; with 20000, `pytest tests/python/attention/test_properties.py` ru
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cases import Case, check
-from strategies import cases, masked, shards
+from strategies import cases, latent, masked, shards
+from tilewise import _check
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
 SHARDS = 8  # per dtype, so that test processes can share the work
@@ -55,6 +57,14 @@ def test_random_problems(dtype, shard, device, record_property):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_random_shards_of_larger_problems(dtype, shard, device):
     problems(shards, dtype, shard, device.name, Counter())()
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_random_latent_caches(dtype, device):
+    kind = "cpu" if device.name == "cpu" else "cuda"
+    strategy = functools.partial(latent, largest=_check.max_head_dim(kind))
+    problems(strategy, dtype, 0, device.name, Counter(), shards=2 * SHARDS)()
 
 
 @pytest.mark.abi

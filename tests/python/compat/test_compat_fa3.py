@@ -380,8 +380,8 @@ def test_refusals_name_the_argument():
         fa3.flash_attn_func(q, k, v, qv=q[..., :3])
     with pytest.raises(ValueError, match="num_heads_q"):
         fa3.flash_attn_qkvpacked_func(torch.cat((q, k, v), dim=2))
-    wide = [torch.zeros(1, 2, 1, d) for d in (64, 64, 512)]
-    with pytest.raises(NotImplementedError, match="qv"):
+    wide = [torch.zeros(1, 2, 1, d) for d in (65, 65, 512)]
+    with pytest.raises(NotImplementedError, match=r"qv makes a score of 65 \+ 512 products"):
         fa3.flash_attn_func(*wide, qv=torch.zeros(1, 2, 1, 512))
     with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
         fa3._flash_attn_forward(q, k[0], v[0], cu_seqlens_k=torch.tensor([0, 4]))

@@ -31,6 +31,7 @@ class Case:
     group: int = 1
     head_dim: int = 8
     head_dim_v: int = 8
+    latent: bool = False  # v is the first head_dim_v columns of k, in the same memory
     varlen_q: bool = False
     varlen_k: bool = False  # with pages, cu_seqlens_k says how many keys each sequence has
     tail_q: int = 0  # rows past the last cu_seqlens_q entry
@@ -111,7 +112,10 @@ class Built:
         self._metadata()
         self.q = self._input("q", self._shape_q(case.head_dim))
         self.k = self._input("k", self._shape_k(case.head_dim))
-        self.v = self._input("v", self._shape_k(case.head_dim_v))
+        if case.latent:
+            self.v = self.k[..., : case.head_dim_v]
+        else:
+            self.v = self._input("v", self._shape_k(case.head_dim_v))
         self._score_inputs()
         self.out = self._buffer(self._shape_q(case.head_dim_v))
         lead = () if case.varlen_q else (self.batch,)

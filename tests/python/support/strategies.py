@@ -143,6 +143,20 @@ def cases(draw: st.DrawFn, dtype: str, *, dropout: bool = True, small: bool = Fa
 
 
 @st.composite
+def latent(draw: st.DrawFn, dtype: str, *, small: bool = False, largest: int = 576) -> Case:
+    """Any problem whose values are the first columns of its keys, in the same memory."""
+    case = draw(cases(dtype, small=small))
+    dims = [(40, 24), (72, 64), (33, 32), (160, 128), (64, 64), (288, 256), (576, 512), (576, 576)]
+    few = [d for d in dims if d[0] <= (largest if not small else 72)]
+    head_dim, head_dim_v = draw(st.sampled_from(few))
+    expand = "" if case.expand.startswith("v") else case.expand
+    scale = None if case.scale is None else case.scale * (case.head_dim / head_dim) ** 0.5
+    return replace(
+        case, latent=True, head_dim=head_dim, head_dim_v=head_dim_v, expand=expand, scale=scale
+    )
+
+
+@st.composite
 def shards(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     """Any problem as a shard of a larger one: moved bands, and larger numbers for dropout."""
     case = draw(cases(dtype, small=small))

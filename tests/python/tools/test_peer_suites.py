@@ -58,7 +58,7 @@ def test_marked():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_types(dtype):
     q = torch.randn(1, 4, 1, 64, dtype=dtype)
-    flash_attn_3_func(q, q, q.repeat(1, 1, 1, 8), qv=q.repeat(1, 1, 1, 8))
+    flash_attn_3_func(q, q, q.repeat(1, 1, 1, 9), qv=q.repeat(1, 1, 1, 9))
 
 
 def test_memory():
@@ -111,7 +111,7 @@ def test_reasons_and_failures_are_reported(outcome):
     assert "AssertionError: five" in functions["test_wrong"]["failures"][0]["why"]
     assert "(line " in functions["test_wrong"]["failures"][0]["why"]
     assert functions["test_types"]["reasons"]["deselected: q of float8 has no kernel"] == 1
-    assert any("qv makes a score of 64 + 512" in x for x in functions["test_types"]["reasons"])
+    assert any("qv makes a score of 64 + 576" in x for x in functions["test_types"]["reasons"])
     assert functions["test_marked"]["reasons"] == {"skipped: never": 1}
     for line in ("test_agree", "AssertionError: five", "deselected: larger than 9"):
         assert line in done.stdout
