@@ -34,6 +34,7 @@ class CacheLayout(NamedTuple):
     cu_seqlens_q: Any = None  # [B + 1]; q is [T, Hq, D]
     max_seqlen_q: int | None = None
     head_dim_v: int | None = None  # of a latent cache, which has its values in its keys
+    indices: Any = None  # [*rows of q, keys]: the rows of the cache that each row of q sees
 
     def max_rows(self) -> int:
         """The upper bound of the queries of a sequence, or 0 if it is not given.
@@ -57,7 +58,13 @@ def common_length(cache_seqlens: Any) -> int:
 
 
 def check_cache(
-    q: Any, k_cache: Any, v_cache: Any, block_table: Any, batch_idx: Any, packed: int | None
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    batch_idx: Any,
+    packed: int | None,
+    pool: bool = False,
 ) -> int:
     """Refuses shapes that attention would refuse only after the append has written to the caches.
 
@@ -66,6 +73,7 @@ def check_cache(
     Args:
         q: [B, Sq, Hq, D], or [T, Hq, D] if packed.
         packed: The number of sequences, or None if q has a batch dimension.
+        pool: Whether the caches need not have a row for each sequence.
 
     Returns:
         The number of sequences.
@@ -87,7 +95,7 @@ def check_cache(
         )
     if block_table is not None:
         _check.shape("block_table", block_table, (batch, None), "[batch, pages of a sequence]")
-    elif batch_idx is None and k_cache.shape[0] != batch:
+    elif batch_idx is None and k_cache.shape[0] != batch and not pool:
         raise ValueError(
             f"k_cache has batch size {k_cache.shape[0]}, but must have {batch} like q without "
             "cache_batch_idx"

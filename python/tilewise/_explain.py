@@ -75,9 +75,9 @@ def explain(
 
     The function that is explained follows from the arguments. With cu_seqlens_q it is
     ``attention_varlen``. With cache_seqlens, cache_batch_idx, cache_leftpad or head_dim_v it is
-    ``attention_with_kvcache``, whose caches are k and v; its append is not explained, so there are
-    no arguments for new keys, new values and rotary embedding. All arguments are those of the
-    explained function, with the same shapes, dtypes, checks and errors.
+    ``attention_with_kvcache``, whose caches are k and v; neither its append nor selected keys are
+    explained, so there are no arguments for new keys, new values, rotary embedding and indices. All
+    arguments are those of the explained function, with the same shapes, dtypes, checks and errors.
 
     Returns:
         Explanation: the kernel, tiles, splits, threads, workspace and reason of each pass. It

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,7 @@ require("tilewise on arrays", "numpy")
 
 import numpy as np
 
-from . import _abi, _check, _describe, _latent, _numpy
+from . import _abi, _check, _describe, _latent, _numpy, _selected
 from ._cache import (
     CacheLayout,
     Entries,
@@ -151,7 +152,8 @@ def _check_arrays(
     if starts is not None and len(starts) < 1:
         raise ValueError("cu_seqlens_q is empty, but must be [batch + 1]")
     packed = None if starts is None else len(starts) - 1
-    batch = check_cache(q, k_cache, v_cache, table, index, packed)
+    pool = layout.indices is not None
+    batch = check_cache(q, k_cache, v_cache, table, index, packed, pool)
     arrays: dict[str, Array] = {}
     for name, given, value, dims in (
         ("kv_batch_idx", "cache_batch_idx", layout.cache_batch_idx, (batch,)),
@@ -197,6 +199,7 @@ def _attend(
     q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Array, Array]:
     appends, columns = check_new(new), layout.head_dim_v or 0
+    _selected.check_options(layout, new, request)
     given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, layout, appends)
     q, k_cache, v_cache, batch, arrays = given
     lengths, rotated = arrays.get("seqused_k"), q
@@ -212,21 +215,70 @@ def _attend(
             pad = arrays.get("leftpad_k")
             check_pages(np, arrays["block_table"], k_cache, arrays["seqused_k"], pad)
         rotated = q.copy() if new.rotary_cos is not None else q
-    problem = given._replace(q=rotated).problem(request, layout)
+    given = given._replace(q=rotated)
+    selects = layout.indices is not None
+    problem = given.problem(request, layout)
+    attended = _select(given, request, layout) if selects else problem
     _check.flag("check", layout.check)
     # Planning checks the arguments, so it comes before the append writes anything.
-    out = np.empty((*q.shape[:-1], v_cache.shape[3]), q.dtype)
-    lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
-    _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
-    _describe.plan(c_library(), problem.attention, None)
+    if appends and selects:
+        _plan(problem)
+    _plan(attended)
     try:
         if appends:
             written = (turned, rotated[..., columns:], k_cache, v_cache)
             _append(written, new, arrays, problem.attention)
-        return _numpy._forward(problem)
+        out, lse = _numpy._forward(attended)
+        return _rows_like(q, out, lse) if selects else (out, lse)
     except ValueError:
         _raise_with_python_names(problem.attention, lengths, arrays, new)
         raise
+
+
+def _plan(problem: _numpy._Problem) -> None:
+    q = problem.q
+    out = np.empty((*q.shape[:-1], problem.v.shape[-1]), q.dtype)
+    lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
+    _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
+    _describe.plan(c_library(), problem.attention, None)
+
+
+def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Problem:
+    """The problem of rows of q that see only the keys that ``layout.indices`` selects."""
+    lead, starts = given.q.shape[:-2], given.arrays.get("cu_seqlens_q")
+    indices = np.asarray(_indices("indices", layout.indices, (*lead, None)))
+    rows = math.prod(lead)
+    if starts is None:
+        owners = np.arange(lead[0]).repeat(lead[1])
+        unused = np.zeros((rows, 1), bool)
+    else:
+        owners = np.searchsorted(starts, np.arange(rows), side="right") - 1
+        unused = (owners == given.batch)[:, None]
+        owners = owners.clip(max=given.batch - 1)
+    k = _selected.single_rows("k_cache", given.k_cache)
+    v = _selected.single_rows("v_cache", given.v_cache)
+
+    def per_row(name: str) -> Any:
+        if getattr(request, name) is None:
+            return None
+        factors = _numpy._float32(name, getattr(request, name))
+        _check.descale(name, factors, _check.is_float8(k.dtype), given.batch, k.shape[2])
+        return np.broadcast_to(factors, (given.batch, k.shape[2]))[owners]
+
+    flat = indices.reshape(rows, indices.shape[-1])
+    table, keys = _selected.tables(np, np.take_along_axis, flat, len(k), unused)
+    arrays = {"block_table": np.ascontiguousarray(table), "seqused_k": keys.astype(np.int32)}
+    q = given.q.reshape(rows, 1, *given.q.shape[-2:])
+    request = request._replace(k_descale=per_row("k_descale"), v_descale=per_row("v_descale"))
+    layout = layout._replace(cu_seqlens_q=None, max_seqlen_q=None)
+    return _Arrays(q, k, v, rows, arrays).problem(request, layout)
+
+
+def _rows_like(q: Array, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Out [rows, 1, H, Dv] and lse [rows, H, 1] in the dimensions of q."""
+    lead, heads = q.shape[:-2], q.shape[-2]
+    out = out.reshape(*lead, heads, out.shape[-1])
+    return out, np.ascontiguousarray(lse.reshape(*lead, heads).swapaxes(-1, -2))
 
 
 def _raise_with_python_names(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _latent, _ops, _plain
+from . import _autograd, _check, _latent, _ops, _plain, _selected
 from ._cache import (
     CacheLayout,
     Entries,
@@ -207,7 +207,8 @@ def prepare(
     starts = index_tensor("cu_seqlens_q", layout.cu_seqlens_q, q.device)
     packed = None if starts is None else batch_of(starts)
     table = index_tensor("block_table", layout.block_table, q.device)
-    batch = check_cache(q, k_cache, v_cache, table, layout.cache_batch_idx, packed)
+    pool = layout.indices is not None
+    batch = check_cache(q, k_cache, v_cache, table, layout.cache_batch_idx, packed, pool)
     max_rows = layout.max_rows()
     if starts is not None and starts.device.type == "cpu" and _plain.is_eager():
         # The library checks them as well, but only after an append has written to the caches.
@@ -248,7 +249,7 @@ def attention_with_kvcache(
     ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
     k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
-    batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v = layout
+    batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v, indices = layout
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
         batch_invariant, k_descale, v_descale,
@@ -259,7 +260,7 @@ def attention_with_kvcache(
         k is None and v is None and cos is None and sin is None and rotary_lengths is None
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
-        and not check
+        and not check and indices is None
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,
@@ -275,7 +276,11 @@ def _general(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Tensor, Tensor]:
     """``attention_with_kvcache`` with any options, and with an append."""
+    _selected.check_options(layout, new, request)
     options = prepare(q, k_cache, v_cache, new.lengths, request, layout)
+    indices = index_tensor("indices", layout.indices, q.device)
+    if indices is not None:
+        _check.shape("indices", indices, (*q.shape[:-2], None), "[rows of q, selected keys]")
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
@@ -293,11 +298,48 @@ def _general(
         if appended[0] is not q:  # its columns after the values of a latent cache
             rotates = new.rotary_cos is not None
             rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
-        return _ops.forward_alone(rotated, k_cache, v_cache, grown)
+        return _attend(rotated, k_cache, v_cache, grown, indices)
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
             _raise_with_python_names(appended, options, new)
         raise
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, indices: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys in use or, with indices [*rows of q, keys], over selected ones."""
+    if indices is None:
+        return _ops.forward_alone(q, k_cache, v_cache, options)
+    lead, starts, device = q.shape[:-2], options.cu_seqlens_q, q.device
+    rows = lead.numel()
+    if starts is None:
+        owners = torch.arange(lead[0], device=device).repeat_interleave(lead[1])
+        unused = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+    else:
+        numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        owners = torch.searchsorted(starts, numbers, right=True) - 1
+        unused = (owners == batch_of(starts)).unsqueeze(1)
+        owners = owners.clamp(max=batch_of(starts) - 1)
+
+    def per_row(factors: Tensor | None) -> Tensor | None:
+        return None if factors is None else factors[owners]
+
+    k, v = _selected.single_rows("k_cache", k_cache), _selected.single_rows("v_cache", v_cache)
+    take, flat = torch.take_along_dim, indices.reshape(rows, indices.shape[-1])
+    table, keys = _selected.tables(torch, take, flat, k.shape[0], unused)
+    options = options._replace(
+        cu_seqlens_q=None,
+        max_seqlen_q=0,
+        seqused_k=keys.to(torch.int32),
+        block_table=table,
+        kv_batch_idx=None,
+        k_descale=per_row(options.k_descale),
+        v_descale=per_row(options.v_descale),
+    )
+    out, lse = _ops.forward_alone(q.reshape(rows, 1, *q.shape[-2:]), k, v, options)
+    lse = lse.reshape(*lead, -1).transpose(-1, -2).contiguous()
+    return out.reshape(*lead, *out.shape[-2:]), lse
 
 
 def _raise_with_python_names(

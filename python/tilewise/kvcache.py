@@ -19,7 +19,7 @@ def attention_with_kvcache(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0,
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    head_dim_v: int | None = None,
+    head_dim_v: int | None = None, indices: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
@@ -76,6 +76,12 @@ def attention_with_kvcache(
             2405.04434), whose first Dv columns are also the values. v_cache, v and v_descale must
             be None; k has all D columns and is written once. Rotations begin with column Dv of q
             and k, so they change no value.
+        indices: integer [B, Sq, keys], or [T, keys] with cu_seqlens_q: each row of q sees only
+            these rows of the caches, in any order (top-k sparse attention). Row r of page (or of
+            batch row) p is p * page_size + r. An index that is negative or not in the cache selects
+            nothing, and one given twice counts twice. Lengths and block_table say only where new
+            keys go. Not together with causal, window, bias, alibi_slopes, cache_leftpad and rotary
+            embedding, which need the positions of keys.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
@@ -97,7 +103,7 @@ def attention_with_kvcache(
     )  # fmt: skip
     layout = (
         cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q,
-        head_dim_v,
+        head_dim_v, indices,
     )  # fmt: skip
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
