@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from ._requirements import require
 
 require("tilewise.masks", "numpy")
 
 import numpy as np
-import numpy.typing as npt
 
-from ._block_lists import BLOCK, Strip, blocks_of
+from ._block_lists import BLOCK, Array, Strip, blocks_of
 from ._check import is_tensor
-
-Array: TypeAlias = npt.NDArray[Any]
+from ._mask_fields import host, number
 
 
 class Mask:
@@ -121,6 +118,9 @@ class Mask:
         Returns:
             The axes.
         """
+        for name, index, count in (("batch", batch, self.batch), ("head", head, self.heads)):
+            if number(name, index) >= count:
+                raise ValueError(f"{name} is {index}, but must be less than {count}")
         from matplotlib import colors, patches
         from matplotlib import pyplot as plt
 
@@ -138,44 +138,6 @@ class Mask:
         handles = [patches.Patch(color=c, label=n) for c, n in zip(shades, names, strict=True)]
         ax.legend(handles=handles, title="visible", loc="upper left", bbox_to_anchor=(1.02, 1))
         return ax
-
-
-def host(array: Any) -> Array:
-    if not is_tensor(array):
-        return np.asarray(array)
-    copied: Array = array.detach().cpu().numpy()
-    return copied
-
-
-def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
-    """The value as an int32 array, or as a tensor on the device of `like` if that is one."""
-    if is_tensor(value):
-        import torch
-
-        if value.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be torch.int32")
-        array: Any = value.detach().contiguous()
-        if array.device != like.device:
-            raise ValueError(f"{name} is on {array.device}, but must be on {like.device}")
-    else:
-        given = np.asarray(value)
-        allowed = "i" if isinstance(value, np.ndarray) else "if"  # an empty list is of floats
-        if given.dtype.kind not in allowed:
-            raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
-        if given.size and not ((given == given.astype(np.int32)).all()):
-            raise TypeError(f"{name} has numbers that int32 cannot represent")
-        array = np.ascontiguousarray(given, dtype=np.int32)
-        if array.size == 0 and len(dims) > 1:
-            array = array.reshape([0 if dim is None else dim for dim in dims])
-    shape = tuple(array.shape)
-    if len(shape) != len(dims) or any(d not in (None, n) for d, n in zip(dims, shape, strict=True)):
-        wanted = ["n" if dim is None else dim for dim in dims]
-        raise ValueError(f"{name} has shape {list(shape)}, but must be {wanted}")
-    if is_tensor(like) and not is_tensor(array):
-        import torch
-
-        array = torch.as_tensor(array).to(like.device)
-    return array
 
 
 def rebuilt(kind: type[Mask], arrays: list[Any], numbers: tuple[int, ...]) -> Any:

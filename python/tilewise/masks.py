@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from . import _block_lists, _trapezoids
-from ._block_lists import BLOCK, FULL, PARTIAL, Lists, Strip, blocks_of
+from ._block_lists import BLOCK, FULL, PARTIAL, Array, Lists, Strip, blocks_of
 from ._check import is_tensor
-from ._mask import Array, Mask, host, int32, rebuilt
-
-KINDS = ("full", "causal", "inverse_causal", "both")  # numbered as in the C ABI
+from ._mask import Mask, rebuilt
+from ._mask_fields import KINDS, host, int32, kind_numbers, number, vector
 
 __all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
 
@@ -88,8 +87,8 @@ class Ranges(_Combining):
         rows = int32("query_ranges", query_ranges, (None, 2), like)
         count = rows.shape[0]
         keys = int32("key_ranges", key_ranges, (count, 2), like)
-        numbers = int32("kinds", _kind_numbers(kinds, count), (count,), like)
-        starts = [0, count] if starts is None else starts
+        numbers = int32("kinds", kind_numbers(kinds, count, like), (count,), like)
+        starts = vector([0, count], like) if starts is None else starts
         first = int32("starts", starts, (None,), like)
         if first.shape[0] < 2:
             raise ValueError(f"starts has {first.shape[0]} entries, but must have batch + 1")
@@ -114,8 +113,9 @@ class Ranges(_Combining):
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int | None = None) -> Ranges:
         """One causal rectangle, the same as ``causal=True``, to be joined with others by ``|``."""
-        keys = seqlen_q if seqlen_k is None else seqlen_k
-        return cls([[0, seqlen_q]], [[0, keys]], "causal")
+        rows = number("seqlen_q", seqlen_q)
+        keys = rows if seqlen_k is None else number("seqlen_k", seqlen_k)
+        return cls([[0, rows]], [[0, keys]], "causal")
 
     @classmethod
     def documents(cls, cu_seqlens: Any, *, causal: bool = True) -> Ranges:
@@ -145,7 +145,7 @@ class Ranges(_Combining):
         """
         prefix = host(int32("lengths", lengths, (None,), lengths))
         batch = len(prefix)
-        rows = np.tile(np.array([[0, seqlen]], np.int32), (2 * batch, 1))
+        rows = np.tile(np.array([[0, number("seqlen", seqlen)]], np.int32), (2 * batch, 1))
         keys = rows.copy()
         keys[::2, 1] = prefix
         mask = cls(
@@ -155,15 +155,16 @@ class Ranges(_Combining):
 
     def blocks(self, seqlen_q: int, seqlen_k: int) -> Blocks:
         """The same mask as ``Blocks``, for sequences of these lengths."""
-        return _from_strips(self.on_host()._strip(seqlen_k), self, seqlen_q, seqlen_k)
+        rows, keys = number("seqlen_q", seqlen_q, 1), number("seqlen_k", seqlen_k, 1)
+        return _from_strips(self.on_host()._strip(keys), self, rows, keys)
 
     def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
-        ends = [seqlen_q, seqlen_k]
-        if None in ends:
-            entries = host(self.entries)
-            last = entries[:, [1, 3]].max(axis=0, initial=0).tolist()
-            ends = [x if given is None else given for x, given in zip(last, ends, strict=True)]
-        return int(ends[0] or 0), int(ends[1] or 0)
+        ends = []
+        for name, given, column in (("seqlen_q", seqlen_q, 1), ("seqlen_k", seqlen_k, 3)):
+            if given is None:
+                given = int(host(self.entries)[:, column].max(initial=0))
+            ends.append(number(name, given))
+        return ends[0], ends[1]
 
     def _intervals(self, b: int, begin: int, end: int, keys: int) -> tuple[Array, Array]:
         """Where the keys that each row sees begin and end, per range: two arrays [ranges, rows]."""
@@ -290,11 +291,16 @@ class Blocks(_Combining):
         """
         like = next((x for x in (first, entries, bits) if is_tensor(x)), None)
         first = int32("first", first, (None,), like)
-        lists, per_sequence = first.shape[0] - 1, heads * blocks_of(rows)
-        if rows < 1 or keys < 1 or heads < 1 or lists < 1 or lists % per_sequence != 0:
+        rows, keys, heads = (
+            number("rows", rows, 1),
+            number("keys", keys, 1),
+            number("heads", heads, 1),
+        )
+        lists = first.shape[0] - 1
+        if lists < 1 or lists % (heads * blocks_of(rows)) != 0:
             raise ValueError(
-                f"first has {lists + 1} entries for {rows} rows, {keys} keys and {heads} heads, "
-                "but must have batch * heads * ceil(rows / 128) + 1, with sizes of at least 1"
+                f"first has {lists + 1} entries for {rows} rows and {heads} heads, but must have "
+                "batch * heads * ceil(rows / 128) + 1, with a batch of at least 1"
             )
         self._set(
             first=first,
@@ -399,10 +405,10 @@ def from_bool(dense: Any) -> Blocks:
         dense = np.asarray(dense)
     if str(dense.dtype).rpartition(".")[2] != "bool":
         raise TypeError(f"dense has dtype {dense.dtype}, but must be bool")
-    if dense.ndim not in (2, 4):
+    if dense.ndim not in (2, 4) or 0 in dense.shape:
         raise ValueError(
             f"dense has shape {list(dense.shape)}, but must be [seqlen_q, seqlen_k] or "
-            "[batch or 1, heads or 1, seqlen_q, seqlen_k]"
+            "[batch or 1, heads or 1, seqlen_q, seqlen_k], with sizes of at least 1"
         )
     four = dense[None, None] if dense.ndim == 2 else dense
     batch, heads, rows, keys = four.shape
@@ -455,7 +461,11 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
     rows, keys = sized.rows, sized.keys
     sizes = [_common_count(name, a, b) for name in ("batch", "heads")]
     for m in (a, b):
-        m._shape(rows, keys)
+        if isinstance(m, Blocks) and (m.rows, m.keys) != (rows, keys):
+            raise ValueError(
+                f"the masks are for {rows} x {keys} and {m.rows} x {m.keys} rows and keys, but "
+                "must be for the same"
+            )
     strips = [(m.on_host()._strip(keys), m.batch > 1, m.heads > 1) for m in (a, b)]
 
     def strip(batch: int, head: int, begin: int, end: int) -> Array:
@@ -480,18 +490,3 @@ def _common_count(name: str, a: Mask, b: Mask) -> int:
             "them 1"
         )
     return int(counts[1])
-
-
-def _kind_numbers(kinds: Any, count: int) -> Any:
-    """The kinds as numbers; names are looked up."""
-    if isinstance(kinds, str):
-        return np.full(count, _kind_number(kinds), np.int32)
-    if is_tensor(kinds) or isinstance(kinds, np.ndarray):
-        return kinds
-    return [_kind_number(kind) if isinstance(kind, str) else kind for kind in kinds]
-
-
-def _kind_number(name: str) -> int:
-    if name not in KINDS:
-        raise ValueError(f"kinds has {name!r}, but must be one of {', '.join(KINDS)}")
-    return KINDS.index(name)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import _block_lists, _torch, _trapezoids
-from .._block_lists import BLOCK, Strip, blocks_of
-from .._mask import Array, Mask, rebuilt
+from .._block_lists import BLOCK, Array, Strip, blocks_of
+from .._mask import Mask, rebuilt
 from .._options import Options
 from ..masks import KINDS, Blocks, Ranges
 from .layout import Run

@@ -199,16 +199,41 @@ def test_packed_sequences_take_a_list_of_ranges_each():
         torch.testing.assert_close(out[begin:end], want, rtol=1e-5, atol=1e-5)
 
 
-def test_masks_under_compile_and_vmap():
+@pytest.mark.parametrize("kind", ["ranges", "blocks", "blocks per head"])
+def test_masks_under_compile_and_vmap(kind):
     mask = masks.Ranges.documents(torch.tensor(STARTS, dtype=torch.int32))
+    if kind == "blocks":
+        mask = mask.blocks(300, 300)
+    elif kind == "blocks per head":
+        mask = masks.from_bool(torch.rand(1, 2, 300, 300) < 0.3)
     q, k, v = tensors(batch=2, grad=False)
     want = tilewise.attention(q, k, v, mask=mask)
-    compiled = torch.compile(
-        lambda q, m: tilewise.attention(q, k, v, mask=m), backend="eager", fullgraph=True
+    torch.compiler.reset()
+    as_argument = torch.compile(
+        lambda q, m: tilewise.attention(q, k, v, mask=m), backend="aot_eager", fullgraph=True
     )
-    assert torch.equal(compiled(q, mask), want)
+    assert torch.equal(as_argument(q, mask), want)
+    captured = torch.compile(
+        lambda q: tilewise.attention(q, k, v, mask=mask), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(captured(q), want)
     mapped = torch.func.vmap(lambda *x: tilewise.attention(*(y[None] for y in x), mask=mask)[0])
     assert torch.equal(mapped(q, k, v), want)
+
+
+def test_a_graph_may_make_its_mask():
+    q, k, v = tensors(batch=2, grad=False)
+
+    def attend(q, starts):
+        spans = torch.stack([starts[:-1], starts[:-1] + 20], dim=1)
+        mask = masks.Ranges.documents(starts) | masks.Ranges(spans, spans)
+        return tilewise.attention(q, k, v, mask=mask)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for starts in (STARTS, [0, 100, 220, 300]):
+        given = torch.tensor(starts, dtype=torch.int32)
+        assert torch.equal(compiled(q, given), attend(q, given))
 
 
 @pytest.mark.parametrize("kind", ["mask_ranges", "mask_blocks"])
@@ -252,6 +277,36 @@ def test_explain_counts_tiles():
     everything = masks.Ranges([[0, 300]], [[0, 300]])
     text = str(tilewise.explain(q, k, v, causal=True, mask=everything))
     assert "9 tiles of 128 x 128 of mask and band: 3 skipped, 3 full, 3 partial" in text
+
+
+@seed(4)
+@settings(max_examples=30, deadline=None, database=None)
+@given(
+    rectangles=RECTANGLES, as_blocks=st.booleans(), rows=st.integers(1, 300),
+    window=st.tuples(*[st.none() | st.integers(0, 300)] * 2),
+)  # fmt: skip
+def test_explain_counts_what_tiles_show(rectangles, as_blocks, rows, window):
+    """Against all pairs. A tile that several ranges fill together may count as partial."""
+    rows_of, keys_of, kinds = ([r[i] for r in rectangles] for i in range(3))
+    mask = masks.Ranges(rows_of, keys_of, kinds)
+    mask = mask.blocks(rows, 260) if as_blocks else mask
+    q, k, v = tensors(rows=rows, keys=260, grad=False)
+    text = tilewise.explain(q, k, v, window=window, mask=mask).mask
+    total, *counts = map(int, re.findall(r"(\d+) (?:tiles|skipped|full|partial)", text))
+    left, right = (math.inf if side is None else side for side in window)
+    distance = np.arange(260) - np.arange(rows)[:, None] - (260 - rows)
+    band = (distance >= -left) & (distance <= right)
+    shown = mask.to_bool(rows, 260)[0, 0]
+    states = []
+    for i, j in np.ndindex(-(-rows // 128), 3):
+        at = np.s_[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
+        # A tile is skipped if the mask or the band hides all of it, full if both show all of it.
+        some = shown[at].any() and band[at].any()
+        states.append(2 if (shown[at] & band[at]).all() else int(some))
+    want = [states.count(state) for state in (0, 2, 1)]
+    assert total == len(states) == sum(counts)
+    assert counts[0] == want[0]
+    assert counts[1] == want[1] if as_blocks else counts[1] <= want[1]
 
 
 # --- FlexAttention --------------------------------------------------------------------------------
@@ -339,6 +394,25 @@ def test_every_row_of_the_page_shows_the_same_pairs(capsys):
         (lambda: masks.from_bool(np.zeros((2, 2, 2), bool)), ValueError, "dense has shape"),
         (lambda: masks.from_flex(None, score_mod=causal), ValueError, "softcap, alibi_slopes"),
         (lambda: masks.from_flex(3), TypeError, "block_mask is a int"),
+        (lambda: masks.Ranges([[0, 1], [2]], [[0, 1]]), ValueError, "query_ranges has rows of"),
+        (lambda: masks.Ranges([[0, 1]], [[0, 1]], 3), TypeError, "kinds is of type int"),
+        (lambda: masks.Ranges.causal(-3), ValueError, "seqlen_q is -3, but must be at least 0"),
+        (lambda: masks.Ranges.prefixes([1], 2.0), TypeError, "seqlen is of type float"),
+        (lambda: masks.Ranges([], []).blocks(0, 3), ValueError, "seqlen_q is 0, but must be at"),
+        (lambda: masks.Ranges([], []).density(-1, 3), ValueError, "seqlen_q is -1"),
+        (lambda: masks.Ranges([], []).plot(1, 1, head=1), ValueError, "head is 1, but must be"),
+        (lambda: masks.Blocks([0], [], [], rows=0, keys=3), ValueError, "rows is 0, but must be"),
+        (lambda: masks.from_bool(np.ones((0, 2), bool)), ValueError, "with sizes of at least 1"),
+        (
+            lambda: masks.from_bool(np.ones((9, 9), bool)) & masks.from_bool(np.ones((9, 8), bool)),
+            ValueError,
+            "the masks are for 9 x 9 and 9 x 8 rows and keys",
+        ),
+        (
+            lambda: masks.Ranges(torch.zeros(1, 2).int(), torch.zeros(1, 2, device="meta").int()),
+            ValueError,
+            "key_ranges is on meta, but must be on cpu",
+        ),
         (lambda: masks.Ranges([], []) & 3, TypeError, "the right side of & is a int"),
         (
             lambda: masks.Ranges.prefixes([1, 2], 9) | masks.Ranges.prefixes([1, 2, 3], 9),

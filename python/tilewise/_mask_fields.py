@@ -1,0 +1,97 @@
+"""Fields of masks: arrays and numbers, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._block_lists import Array
+from ._check import is_tensor
+
+KINDS = ("full", "causal", "inverse_causal", "both")  # of ranges, numbered as in mask.h
+
+
+def number(name: str, value: Any, least: int = 0) -> int:
+    """The value as an int, which must be at least `least`."""
+    try:
+        checked = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name} is of type {kind}, but must be an integer") from None
+    if checked < least:
+        raise ValueError(f"{name} is {checked}, but must be at least {least}")
+    return checked
+
+
+def host(array: Any) -> Array:
+    if not is_tensor(array):
+        return np.asarray(array)
+    copied: Array = array.detach().cpu().numpy()
+    return copied
+
+
+def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
+    """The value as an int32 array, or as a tensor on the device of `like` if that is one."""
+    if is_tensor(value):
+        import torch
+
+        if value.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {value.dtype}, but must be torch.int32")
+        array: Any = value.detach().contiguous()
+        if array.device != like.device:
+            raise ValueError(f"{name} is on {array.device}, but must be on {like.device}")
+    else:
+        try:
+            given = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            raise ValueError(
+                f"{name} has rows of different lengths, but must be an array"
+            ) from None
+        allowed = "i" if isinstance(value, np.ndarray) else "if"  # an empty list is of floats
+        if given.dtype.kind not in allowed:
+            raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
+        if given.size and not ((given == given.astype(np.int32)).all()):
+            raise TypeError(f"{name} has numbers that int32 cannot represent")
+        array = np.ascontiguousarray(given, dtype=np.int32)
+        if array.size == 0 and len(dims) > 1:
+            array = array.reshape([0 if dim is None else dim for dim in dims])
+    shape = tuple(array.shape)
+    if len(shape) != len(dims) or any(d not in (None, n) for d, n in zip(dims, shape, strict=True)):
+        wanted = ["n" if dim is None else dim for dim in dims]
+        raise ValueError(f"{name} has shape {list(shape)}, but must be {wanted}")
+    if is_tensor(like) and not is_tensor(array):
+        import torch
+
+        array = torch.as_tensor(array).to(like.device)
+    return array
+
+
+def vector(values: list[int], like: Any) -> Any:
+    """int32 [n]; a tensor on the device of `like` if that is one, so that a graph can be traced."""
+    if not is_tensor(like):
+        return np.array(values, np.int32)
+    import torch
+
+    return torch.tensor(values, dtype=torch.int32, device=like.device)
+
+
+def kind_numbers(kinds: Any, count: int, like: Any) -> Any:
+    """The kinds as numbers; names are looked up."""
+    if isinstance(kinds, str):
+        return vector([_kind_number(kinds)], like).repeat(count)
+    if is_tensor(kinds) or isinstance(kinds, np.ndarray):
+        return kinds
+    if not isinstance(kinds, Iterable):
+        raise TypeError(
+            f"kinds is of type {type(kinds).__name__}, but must be a name, a list or an int32 array"
+        )
+    return [_kind_number(kind) if isinstance(kind, str) else kind for kind in kinds]
+
+
+def _kind_number(name: str) -> int:
+    if name not in KINDS:
+        raise ValueError(f"kinds has {name!r}, but must be one of {', '.join(KINDS)}")
+    return KINDS.index(name)
