@@ -116,8 +116,8 @@ def attention_varlen(
             sequences of the whole batch begin and end. A tuple, a list or a CPU tensor.
         cu_seqlens_k: The same for keys; None is cu_seqlens_q.
         group: As in ``attention``, like everything below.
-        mesh: A DeviceMesh of one dimension.
-        method: "ulysses", "allgather", "ring" or "auto".
+        mesh: A DeviceMesh.
+        method: The method.
         layout: How each sequence is cut: "zigzag" or "contiguous".
         bias: The whole bias, [sequences or 1, heads_q or 1, rows of the longest sequence or 1, its
             keys or 1], the same on all ranks; gets this rank's part of its gradient.
@@ -147,8 +147,8 @@ def attention_varlen(
             for name, x in zip("qk", cu_seqlens, strict=True)
         ]
         return api.attention_varlen(q, k, v, *starts, **request.arguments())
-    _one_dimension(mesh)
-    p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
+    grid = grid_of(mesh, ranks)
+    p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid)
     out, lse = attend(p, choice.choose(p, method).method)
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
 
@@ -184,19 +184,12 @@ def explain(
         ValueError: as for ``attention``.
     """
     ranks = ranks_of(group, mesh)
-    request = Request(**options)
+    request, grid = Request(**options), grid_of(mesh, ranks)
     if cu_seqlens_q is not None:
         cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-        _one_dimension(mesh)
-        p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated)
+        p = prepare_varlen(
+            q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid
+        )
         return choice.choose(p, method)
-    grid = grid_of(mesh, ranks)
     p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
     return choice.choose(p, method)
-
-
-def _one_dimension(mesh: Any) -> None:
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions, but must have 1 for packed sequences over ranks"
-        )

@@ -10,12 +10,11 @@ from .. import _check, _torch
 from .._request import Request, Shard
 from .allgather import AllGather
 from .core import Attend, Method
-from .dense import DenseCut
-from .exchange import Messages
-from .grid import Grid, inside_host, rows_of_hosts
+from .exchange import Messages, Transport
+from .grid import Grid, inside_host
 from .keys import key_plan
 from .packed import PackedCut
-from .packed_call import Reordered
+from .packed_call import InOrder
 from .problem import BOTH_RING, Cut, Problem
 from .ranks import Ranks, exchanging
 from .ring import Ring
@@ -39,21 +38,11 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     q, k, v = p.q, p.k, p.v
     if _check.is_float8(k.dtype):  # no backend moves tensors of float8
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    orders = None
-    if name != "ulysses" and isinstance(p.cut, PackedCut):
-        orders = (p.cut.by_chunk() if name == "ring" else p.cut).orders(p.ranks.rank, q.device)
-        q = Reordered.apply(q, orders[0], False)
-        k, v = (Reordered.apply(x, orders[1], False) for x in (k, v))
     result = Attend.apply(
         method, options._replace(sinks=None, scale_tensor=None), p.request.return_lse,
         q, k, v, bias, options.sinks, options.scale_tensor,
     )  # fmt: skip
-    out, lse = result if p.request.return_lse else (result, None)
-    if orders is not None:
-        out = Reordered.apply(out, orders[0], True)
-        if lse is not None:
-            lse = Reordered.apply(lse.transpose(1, 2), orders[0], True).transpose(1, 2)
-    return out, lse
+    return result if p.request.return_lse else (result, None)
 
 
 def _as_shard(p: Problem) -> Request:
@@ -71,19 +60,33 @@ def _as_shard(p: Problem) -> Request:
 
 
 def _method(p: Problem, name: str) -> Method:
-    device, rank = p.q.device, p.ranks.rank
+    device = p.q.device
     if p.grid is not None:
         return _both(p, p.grid, name)
-    if name == "ring":
-        return _ring(p.ranks, p.cut.by_chunk(), device)
-    transport = transport_of(p.ranks, device)
-    if name == "allgather":
-        keys, calls = p.cut.calls()
-        plan = key_plan(rank, keys, calls)
-        return AllGather(p.ranks, p.size_q, plan, p.cut.local(rank, device), transport)
-    whole = p.cut.whole(device)
-    runs = p.cut.row_runs, p.cut.key_runs
-    return Ulysses(p.ranks, *runs, whole, p.request.return_lse, transport)
+    if name != "ulysses":
+        transport = transport_of(p.ranks, device)
+        return _over_rows(p.ranks, p.cut, device, None if name == "ring" else transport)
+    return Ulysses(
+        p.ranks, p.cut.row_runs, p.cut.key_runs, p.cut.whole(device), p.request.return_lse,
+        transport_of(p.ranks, device),
+    )  # fmt: skip
+
+
+def _over_rows(
+    ranks: Ranks, cut: Cut, device: torch.device, transport: Transport | None, parts: int = 1
+) -> Method:
+    """The method "allgather", or "ring" without a transport; see ``PackedCut.orders`` for parts."""
+    method: Method
+    if transport is None:
+        cut = cut.by_chunk()
+        method = _ring(ranks, cut, device)
+    else:
+        plan = key_plan(ranks.rank, *cut.calls())
+        local = cut.local(ranks.rank, device)
+        method = AllGather(ranks, sum(cut.rows), plan, local, transport)
+    if isinstance(cut, PackedCut):
+        return InOrder(method, cut.orders(ranks.rank, device, parts))
+    return method
 
 
 def _ring(ranks: Ranks, cut: Cut, device: torch.device) -> Ring:
@@ -96,18 +99,12 @@ def _ring(ranks: Ranks, cut: Cut, device: torch.device) -> Ring:
 
 def _both(p: Problem, grid: Grid, name: str) -> Ulysses:
     """The method "ulysses" inside hosts around "allgather" or "ring" between them."""
-    device, rank = p.q.device, grid.between.rank
     rows, keys = p.cut.row_runs, p.cut.key_runs
-    assert isinstance(p.cut, DenseCut)
-    hosts = p.cut._replace(row_runs=rows_of_hosts(rows, grid), key_runs=rows_of_hosts(keys, grid))
-    between: Method
-    if name == BOTH_RING:
-        between = _ring(grid.between, hosts, device)
-    else:
-        plan = key_plan(rank, *hosts.calls())
-        local = hosts.local(rank, device)
-        between = AllGather(grid.between, p.size_q, plan, local, Messages(grid.between))
+    transport = None if name == BOTH_RING else Messages(grid.between)
+    between = _over_rows(
+        grid.between, p.cut.of_hosts(grid), p.q.device, transport, grid.inside.world
+    )
     return Ulysses(
         grid.inside, inside_host(rows, grid), inside_host(keys, grid), between,
-        p.request.return_lse, transport_of(grid.inside, device),
+        p.request.return_lse, transport_of(grid.inside, p.q.device),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._options import Options
 from .core import Local, diagonals, part_of, with_diagonal
+from .grid import Grid, rows_of_hosts
 from .keys import AllCalls, Bounds, Call, Meeting, calls_of, meetings_of, visible_pairs
 from .layout import Runs, lengths
 
@@ -88,6 +89,12 @@ class DenseCut(NamedTuple):
         """One call."""
         diagonal = diagonals((call.span.diagonal,) * self.sequences, device)
         return DenseCall(call, diagonal, part_of(self.mask, (call.place,), device))
+
+    def of_hosts(self, grid: Grid) -> DenseCut:
+        """The cut for the rows of a mesh, each of which has the rows of its ranks."""
+        return self._replace(
+            row_runs=rows_of_hosts(self.row_runs, grid), key_runs=rows_of_hosts(self.key_runs, grid)
+        )
 
     def by_chunk(self) -> DenseCut:
         """See ``PackedCut``."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .core import Local, part_of
+from .grid import Grid
 from .keys import AllCalls, Bounds, Call, Meeting, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
 from .packed_call import Order, PackedCall, Part, sizes_of
@@ -117,13 +118,19 @@ class PackedCut(NamedTuple):
         """The calls of a rank over the keys of another; see ``by_chunk``."""
         return _meetings(self, rank, owner)
 
+    def of_hosts(self, grid: Grid) -> PackedCut:
+        """See ``DenseCut``: chunks of the ranks of a row make up the chunks of the row."""
+        return self._replace(world=grid.between.world)
+
     def by_chunk(self) -> PackedCut:
         """The same cut, with a call and rows in a piece for each chunk number."""
         return self._replace(by_place=True)
 
-    def orders(self, rank: int, device: torch.device) -> tuple[Order, Order]:
-        """The rows of this rank in the order of its calls, and its keys in that of chunks."""
-        return _orders(self, rank, device)
+    def orders(self, rank: int, device: torch.device, parts: int = 1) -> tuple[Order, Order]:
+        """The rows of this rank in the order of its calls, and its keys in that of chunks. They
+        come as those of `parts` ranks, end to end, of a cut into `parts` times as many ranks.
+        """
+        return _orders(self, rank, device, parts)
 
     def places(self, rank: int) -> tuple[list[int], list[int]]:
         """The places of rows and keys of ``orders`` among those of the rank."""
@@ -288,9 +295,19 @@ def _locals(cut: PackedCut, rank: int, device: torch.device) -> list[Local]:
 
 
 @lru_cache(maxsize=32)
-def _orders(cut: PackedCut, rank: int, device: torch.device) -> tuple[Order, Order]:
-    rows, keys = cut.places(rank)
-    return Order(rows, len(rows), device), Order(keys, len(keys), device)
+def _orders(cut: PackedCut, rank: int, device: torch.device, parts: int) -> tuple[Order, Order]:
+    orders = []
+    for starts, places in zip((cut.starts_q, cut.starts_k), cut.places(rank), strict=True):
+        finer = packed_runs(starts, cut.layout, cut.world * parts)
+        come = [row for own in finer[rank * parts : (rank + 1) * parts] for row in _rows(own)]
+        place = {row: at for at, row in enumerate(come)}
+        own = [place[row] for row in _rows(packed_runs(starts, cut.layout, cut.world)[rank])]
+        orders.append(Order([own[at] for at in places], len(places), device))
+    return orders[0], orders[1]
+
+
+def _rows(runs: Runs) -> Iterator[int]:
+    return itertools.chain.from_iterable(itertools.starmap(range, runs))
 
 
 def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._options import Options
-from .core import Call, Gradients, Local, Result, diagonals, with_diagonal
+from .core import Call, Gradients, Local, Method, Result, diagonals, with_diagonal
 from .layout import Run, Starts
 
 if TYPE_CHECKING:
@@ -221,18 +220,28 @@ def _joined(parts: list[Gradients], steps: list[_Step], state: list[Tensor]) -> 
     return joined
 
 
-class Reordered(torch.autograd.Function):
-    """x [1, rows, ...] in an order of all rows, or back from it."""
+class InOrder:
+    """A method for rows and keys that come in another order; see ``core.Method``."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, back: bool) -> Tensor:
-        """Picks the rows, or puts them back."""
-        ctx.plan = order, back
-        return order.put(x[0]) if back else order.pick(x).unsqueeze(0)
+    def __init__(self, inner: Method, orders: tuple[Order, Order]) -> None:
+        self._inner, (self._rows, self._keys) = inner, orders
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The inverse."""
-        order, back = ctx.plan
-        return (order.pick(dy).unsqueeze(0) if back else order.put(dy[0])), None, None
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """See ``Method``."""
+        q, k, v = self._rows.pick(q), self._keys.pick(k), self._keys.pick(v)
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+        out, lse, state = self._inner.forward(q, k, v, options)
+        return Result(self._rows.put(out[0]), self._rows.put(lse[0].T).transpose(1, 2), state)
+
+    def backward(
+        self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
+    ) -> Gradients:
+        """See ``Method``."""
+        dout = self._rows.pick(dout).unsqueeze(0)
+        if dlse is not None:
+            dlse = self._rows.pick(dlse.transpose(1, 2)).T.unsqueeze(0)
+        grads = self._inner.backward(state, dout, dlse, options, wanted)
+        for i, order in enumerate((self._rows, self._keys, self._keys)):
+            x = grads[i]
+            grads[i] = None if x is None else order.put(x[0])
+        return grads

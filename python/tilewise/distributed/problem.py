@@ -78,6 +78,9 @@ class Cut(cost.Cut, Protocol):
     def local(self, rank: int, device: torch.device, /) -> list[Local]:
         """The calls of a rank."""
 
+    def of_hosts(self, grid: Grid, /) -> Cut:
+        """The cut for the rows of a mesh of two dimensions."""
+
     def by_chunk(self) -> Cut:
         """See ``cost.Cut``."""
 
@@ -215,7 +218,7 @@ def prepare(
 
 def prepare_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Any, Any], ranks: Ranks, layout: str,
-    method: str, request: Request, reduce_replicated: bool,
+    method: str, request: Request, reduce_replicated: bool, grid: Grid | None = None,
 ) -> Problem:  # fmt: skip
     """As ``prepare``, for packed sequences whose ends all ranks know."""
     local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
@@ -225,7 +228,7 @@ def prepare_varlen(
 
     def describe() -> Call:
         check_layout(layout)
-        check_method(method)
+        check_method(method, grid)
         _refuse_dtensors(q, k, v)
         starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
         if len(starts[0]) != len(starts[1]):
@@ -256,6 +259,7 @@ def prepare_varlen(
         same |= {
             "layout": repr(layout), "method": repr(method),
             "cu_seqlens_q": _short(starts[0]), "cu_seqlens_k": _short(starts[1]),
+            "hosts of mesh": str(grid and grid.between.world),
             "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
         }  # fmt: skip
         return Call(same)
@@ -270,7 +274,7 @@ def prepare_varlen(
         )
         bias = _reduced(bias, ranks, "bias")
     (cut,) = cuts
-    return Problem(ranks, q, k, v, bias, False, request, cut, len(cut.starts_q) - 1)
+    return Problem(ranks, q, k, v, bias, False, request, cut, len(cut.starts_q) - 1, grid)
 
 
 def _packed_bias(bias: Tensor | None, q: Tensor, starts: tuple[Starts, Starts]) -> Tensor | None:

@@ -27,6 +27,7 @@ from tilewise import _torch, masks  # noqa: E402
 from tilewise.distributed.layout import packed_runs, runs_of  # noqa: E402
 
 METHODS, LAYOUTS = ("ulysses", "allgather", "ring"), ("zigzag", "contiguous")
+MESH_METHODS = ("mesh auto", "mesh ulysses+ring")
 CAUSAL = (-1, 0)
 BASE = Case(rows=(29, 29), keys=(29, 29), heads_kv=2, group=2, head_dim=16, head_dim_v=16,
             dlse=True, seed=1)  # fmt: skip
@@ -258,10 +259,9 @@ def test_results_and_gradients(pool, world):
 
 
 def test_a_mesh_of_two_dimensions(pool):
-    for name in CASES:
-        case = case_of(name)
-        methods = ("mesh auto", "mesh ulysses+ring")
-        check_ranks(pool, case, [(4, m, layout) for m in methods for layout in LAYOUTS])
+    packed = [replace(PACKED_BASE, **options) for options in PACKED.values()]
+    for case in (*map(case_of, CASES), *packed):
+        check_ranks(pool, case, [(4, m, layout) for m in MESH_METHODS for layout in LAYOUTS])
 
 
 PACKED = {
@@ -316,7 +316,7 @@ RANDOM = dict(
     world=st.sampled_from([1, 2, 3, 4]).map(
         lambda n: min(n, torch.cuda.device_count()) if CUDA else n
     ),
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(METHODS if CUDA else (*METHODS, *MESH_METHODS)),
     layout=st.sampled_from(LAYOUTS),
 )
 REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -340,7 +340,7 @@ def test_random_problems(pool, case, world, method, layout):
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
     case = with_possible_mask(case)
-    check_ranks(pool, case, [(world, method, layout)])
+    check_ranks(pool, case, [(4 if method in MESH_METHODS else world, method, layout)])
 
 
 @given(**RANDOM)
@@ -352,7 +352,7 @@ def test_random_packed_problems(pool, case, world, method, layout):
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
     case = with_possible_mask(case)
-    check_ranks(pool, case, [(world, method, layout)])
+    check_ranks(pool, case, [(4 if method in MESH_METHODS else world, method, layout)])
 
 
 def repeated(group, case, method, layout):

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
-from cases import Case  # noqa: E402
+from cases import Built, Case  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
 from test_distributed import CASES, LAYOUTS, METHODS, case_of, compute  # noqa: E402
 
@@ -44,11 +44,12 @@ def both(group, case: Case, method: str, layout: str) -> bool:
     """Whether results over both transports are equal, twice in a row."""
     from tilewise.distributed import copies
 
-    expected = compute(group, case, method, layout)
+    b = Built(case)
+    expected = compute(group, case, method, layout, b)
     copies.open_memory = shared_memory
     os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"] = "copies"
     try:
-        got = [compute(group, case, method, layout) for _ in range(2)]
+        got = [compute(group, case, method, layout, b) for _ in range(2)]
     finally:
         del os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"]
     return all(np.array_equal(expected[n], again[n]) for again in got for n in expected)
