@@ -168,7 +168,9 @@ def max_head_dim(device: str) -> int:
     return _MAX_HEAD_DIM_CUDA if device == "cuda" else MAX_HEAD_DIM
 
 
-def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+def head_sizes(
+    heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int, largest: int = MAX_HEAD_DIM
+) -> None:
     """Refuses numbers of heads or columns of q, k and v that do not go together."""
     if heads_kv < 1 or heads_q < 1:
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}, but both must be >= 1")
@@ -177,8 +179,9 @@ def head_sizes(heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> N
             f"q has {heads_q} heads, but must have a multiple of the {heads_kv} heads of k and v"
         )
     for name, size in (("q", head_dim), ("v", head_dim_v)):
-        if size < 1 or size > MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dimension {size}, but must be 1..{MAX_HEAD_DIM}")
+        if size < 1 or size > largest:
+            where = "" if largest == MAX_HEAD_DIM else f" here (1..{MAX_HEAD_DIM} on a CPU)"
+            raise ValueError(f"{name} has head dimension {size}, but must be 1..{largest}{where}")
 
 
 def dense(q: Any, k: Any, v: Any, layout: str) -> None:

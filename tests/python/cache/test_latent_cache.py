@@ -14,6 +14,7 @@ import compat_reference as reference  # noqa: E402
 import devices  # noqa: E402
 import tilewise  # noqa: E402
 from compat_reference import assert_as_good  # noqa: E402
+from tilewise import _check  # noqa: E402
 from tilewise.compat import _fa3  # noqa: E402
 from tilewise.compat import flash_attn_interface as fa3  # noqa: E402
 
@@ -228,12 +229,17 @@ def test_refusals_name_the_argument_and_write_nothing(name, arrays, device):
     assert not given["k_cache"].any()
 
 
-def test_gpus_refuse_wide_latent_caches_by_a_sentence(device):
-    if device.name != "cuda":
-        pytest.skip("CPUs compute them")
-    q, cache = torch.zeros(1, 1, 16, 576), torch.zeros(1, 9, 1, 576)
-    with pytest.raises(RuntimeError, match="head dimensions up to 512 are allowed, and on a CPU"):
-        tilewise.attention_with_kvcache(q, cache, head_dim_v=512)
+@pytest.mark.parametrize("latent", [False, True])
+def test_head_dimension_beyond_the_device_is_refused_before_the_append(latent, monkeypatch):
+    """Every GPU family ends at 512, which no smaller test can reach on a CPU."""
+    monkeypatch.setattr(_check, "max_head_dim", lambda device: 32)
+    q, cache, k = (torch.ones(1, n, heads, 40) for n, heads in ((1, 16), (9, 1), (1, 1)))
+    cache.zero_()
+    values = (None, k) if latent else (cache.clone(), k, k)
+    options = dict(head_dim_v=32) if latent else {}
+    with pytest.raises(ValueError, match=r"q has head dimension 40, but must be 1..32 here"):
+        tilewise.attention_with_kvcache(q, cache, *values, cache_seqlens=3, **options)
+    assert not cache.any()
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
