@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise import masks
 from tilewise._block_lists import BLOCK, blocks_of
+from tilewise._mask_fields import host
 
 from ._masks import computes_masks
 
@@ -66,7 +67,7 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
 def _visible_share(matrices: Tensor) -> float:
     """The share of the blocks of 128 x 128 pairs in which a pair is visible."""
     batch, heads, rows, keys = matrices.shape
-    dense, found = matrices.numpy(), 0
+    dense, found = host(matrices), 0
     starts = np.arange(blocks_of(keys)) * BLOCK
     for b, h, block in np.ndindex(batch, heads, blocks_of(rows)):
         columns = dense[b, h, block * BLOCK : (block + 1) * BLOCK].any(axis=0)

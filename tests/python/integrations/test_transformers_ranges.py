@@ -307,10 +307,8 @@ def gemma4() -> Any:
 MODELS = {"gemma3": gemma3, "paligemma": paligemma, "gemma4": gemma4}
 
 
-@pytest.mark.parametrize("padding", [None, LEFT], ids=["none", "left"])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_models_with_spans(name: str, padding: Tensor | None) -> None:
-    """Token types mark images (or PaliGemma's prefix); no layer needs a matrix of pairs."""
+def built(name: str) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """The random model, two sequences of tokens, and their types as an argument of the model."""
     kind, config = MODELS[name]()
     torch.manual_seed(1)
     model = kind._from_config(config, attn_implementation="eager").eval()
@@ -318,15 +316,27 @@ def test_models_with_spans(name: str, padding: Tensor | None) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3.0)
-    ids = hf_models.tokens(2, LENGTH).clamp(max=90)
     types = (PREFIX < 0).long() if name == "paligemma" else (IMAGES >= 0).long()
-    given = {"mm_token_type_ids" if name == "gemma4" else "token_type_ids": types}
+    argument = "mm_token_type_ids" if name == "gemma4" else "token_type_ids"
+    return model, hf_models.tokens(2, LENGTH).clamp(max=90), {argument: types}
+
+
+def are_compact(seen: list[Any]) -> bool:
+    """Whether no layer was given a matrix of pairs."""
+    return bool(seen) and all(type(mask) is CompactMask and not mask._dense for mask in seen)
+
+
+@pytest.mark.parametrize("padding", [None, LEFT], ids=["none", "left"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_with_spans(name: str, padding: Tensor | None) -> None:
+    """Token types mark images (or PaliGemma's prefix); no layer needs a matrix of pairs."""
+    model, ids, types = built(name)
     if name == "paligemma":
-        given["labels"] = ids
+        types["labels"] = ids
 
     def run(m: Any) -> tuple[Tensor, Tensor]:
         m.zero_grad()
-        result = m(ids, attention_mask=None if padding is None else padding.long(), **given)
+        result = m(ids, attention_mask=None if padding is None else padding.long(), **types)
         kept = torch.ones_like(ids).bool() if padding is None else padding
         result.logits[kept].pow(2).mean().backward()
         return result.logits[kept].detach(), hf_models.gradients(m)
@@ -335,5 +345,17 @@ def test_models_with_spans(name: str, padding: Tensor | None) -> None:
         (logits, grads), (our_logits, our_grads) = hf_models.under_both(model, run)
     assert hf_models.relative(our_logits, logits) < 1e-5
     assert hf_models.relative(our_grads, grads) < 1e-5
-    assert seen and all(type(mask) is CompactMask and not mask._dense for mask in seen)
-    assert any(mask.entries is not None for mask in seen)
+    assert are_compact(seen) and any(mask.entries is not None for mask in seen)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_with_spans_generate_the_tokens_of_eager(name: str, cache: str) -> None:
+    model, ids, types = built(name)
+    options = dict(max_new_tokens=12, do_sample=False, cache_implementation=cache)
+    with hf_models.recorded_masks() as seen:
+        eager, ours = hf_models.under_both(
+            model, lambda m: m.generate(ids, attention_mask=LEFT.long(), **types, **options)
+        )
+    assert torch.equal(ours, eager)
+    assert are_compact(seen)

@@ -153,7 +153,7 @@ class CompactMask(Tensor):
             seen = seen & (segment[..., None] == segment[:, :, None])
         ranges = self.ranges()
         if ranges is not None:
-            seen = seen & torch.from_numpy(ranges.to_bool(rows, keys))
+            seen = seen & torch.from_numpy(ranges.to_bool(rows, keys)).to(self.device)
         if self.visible is not None:
             seen = seen & self.visible[:, None, None]
         zero = torch.zeros((), dtype=self.dtype, device=self.device)

@@ -156,7 +156,7 @@ def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Ten
     shape = (batch, 1, rows, keys)
     if arrays is None or arrays[0].nbytes >= math.prod(shape) * dtype.itemsize:
         return None  # no ranges, or more bytes of them than of the dense mask
-    entries, first = map(torch.from_numpy, arrays)
+    entries, first = (torch.from_numpy(array).to(device) for array in arrays)
     terms = Terms(_FULL, dtype, device, torch.finfo(dtype).min)
     return CompactMask(shape, terms, entries=entries, first=first)
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import masking_utils
 
+from tilewise._mask_fields import host
 from tilewise._trapezoids import Set, intersection, lists, rectangles, to_ranges, trapezoid
 
 Numbers = npt.NDArray[np.int64]
@@ -45,7 +46,7 @@ def ranges_of(
     Returns:
         None if the function contains one that is not known here, or if it has too many pieces.
     """
-    shown = None if visible is None else visible.numpy()
+    shown = None if visible is None else host(visible)
     try:
         sets = [_of_sequence(function, b, view, shown) for b in range(view.batch)]
     except _UnknownFunctionError:
@@ -169,7 +170,7 @@ class _Sequence(NamedTuple):
         """The sequence's numbers of a tensor [batch, tokens]."""
         if self.number >= of_tokens.shape[0]:
             raise _UnknownFunctionError
-        numbers: Numbers = of_tokens[self.number].numpy().astype(np.int64)
+        numbers: Numbers = host(of_tokens[self.number]).astype(np.int64)
         if len(numbers) < max(self.rows[1], self.keys[1]):
             raise _UnknownFunctionError
         return numbers
