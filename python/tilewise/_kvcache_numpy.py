@@ -20,8 +20,10 @@ from ._cache import (
     NewKeys,
     check_cache,
     check_entries,
+    check_max_rows,
     check_new,
     check_pages,
+    check_starts,
     common_length,
 )
 from ._library import c_library
@@ -252,6 +254,8 @@ def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Pr
         owners = np.arange(lead[0]).repeat(lead[1])
         unused = np.zeros((rows, 1), bool)
     else:
+        check_starts("cu_seqlens_q", starts.tolist(), rows)
+        check_max_rows(layout.max_rows(), int(np.diff(starts).max(initial=0)))
         owners = np.searchsorted(starts, np.arange(rows), side="right") - 1
         unused = (owners == given.batch)[:, None]
         owners = owners.clip(max=given.batch - 1)

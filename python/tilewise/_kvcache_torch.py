@@ -313,6 +313,10 @@ def _attend(
         return _ops.forward_alone(q, k_cache, v_cache, options)
     lead, starts, device = q.shape[:-2], options.cu_seqlens_q, q.device
     rows = lead.numel()
+    if rows == 0:  # an empty block table has no memory, so the library would see none
+        heads, columns = q.shape[-2], v_cache.shape[-1]
+        lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=torch.float32)
+        return q.new_empty((*lead, heads, columns)), lse
     if starts is None:
         owners = torch.arange(lead[0], device=device).repeat_interleave(lead[1])
         unused = torch.zeros(rows, 1, dtype=torch.bool, device=device)

@@ -160,6 +160,45 @@ def test_arrays_agree_bitwise_with_tensors(packed):
         np.testing.assert_array_equal(a, b.numpy())
 
 
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("rows", [(0, 1), (2, 0)])
+@pytest.mark.parametrize("arrays", [False, True])
+def test_no_rows(rows, arrays):
+    given = torch.zeros(*rows, 4, 40), torch.zeros(4, 8, 1, 40), torch.zeros(*rows, 5).int()
+    q, k, indices = (x.numpy() if arrays else x for x in given)
+    out, lse = tilewise.attention_with_kvcache(
+        q, k, head_dim_v=32, indices=indices, return_lse=True
+    )
+    assert tuple(out.shape) == (*rows, 4, 32) and tuple(lse.shape) == (rows[0], 4, rows[1])
+
+
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize(("starts", "longest"), [([0, 5], None), ([0, 2, 1], None), ([0, 3], 2)])
+def test_packed_rows_out_of_range_are_refused(starts, longest, arrays):
+    q, indices = torch.zeros(3, 4, 40), torch.zeros(3, 5).int()
+    given = q, torch.zeros(4, 8, 1, 40), indices, torch.tensor(starts, dtype=torch.int32)
+    q, k, indices, cu_seqlens = (x.numpy() if arrays else x for x in given)
+    name = "max_seqlen_q is 2" if longest else rf"cu_seqlens_q\[{len(starts) - 1}\] is"
+    with pytest.raises(ValueError, match=name):
+        tilewise.attention_with_kvcache(
+            q, k, head_dim_v=32, indices=indices, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest
+        )
+
+
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_call(packed):
+    q, k, _, indices = problem(torch.float32, 4, 20)
+    options = dict(head_dim_v=32)
+    if packed:
+        q, indices = q.flatten(0, 1), indices.flatten(0, 1)
+        options["cu_seqlens_q"] = torch.tensor([0, 1, 5], dtype=torch.int32)
+    want = tilewise.attention_with_kvcache(q, k, indices=indices, **options)
+    compiled = torch.compile(tilewise.attention_with_kvcache, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, indices=indices, **options), want)
+
+
 BAD = {
     "causal": (dict(causal=True), "causal or window and indices are both given"),
     "window": (dict(window=(3, None)), "causal or window and indices are both given"),
