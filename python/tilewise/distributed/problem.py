@@ -47,7 +47,7 @@ def check_method(method: str, grid: Grid | None = None) -> str:
     return method
 
 
-def _check_ring(method: str, q: Tensor) -> None:
+def check_ring(method: str, q: Tensor) -> None:
     """Refuses what a ring cannot compute in float32, in which its partial outputs must be."""
     if method.endswith("ring") and q.device.type == "cuda" and q.dtype != torch.float32:
         raise TypeError(
@@ -175,7 +175,7 @@ def prepare(
             q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
-        _check_ring(method, tensors[0])
+        check_ring(method, tensors[0])
         if bias is not None:
             _torch._check_bias(bias, tensors[0])
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
@@ -240,7 +240,7 @@ def prepare_varlen(
         *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
         _check.varlen(tensors[0], tensors[1], tensors[2], False)
-        _check_ring(method, tensors[0])
+        check_ring(method, tensors[0])
         batch = len(starts[0]) - 1
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)

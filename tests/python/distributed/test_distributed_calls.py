@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
 from tilewise.distributed.keys import span_of, visible_pairs  # noqa: E402
+from tilewise.distributed.problem import check_ring  # noqa: E402
 from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
 METHODS = ("ulysses", "allgather", "ring")
@@ -107,6 +109,17 @@ def test_one_process_is_the_ordinary_call():
         td.attention(q, k, v, method="rings")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
+
+
+def test_rings_of_16_bits_are_refused_on_gpus():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+        for method in ("ring", "ulysses+ring", "allgather"):
+            if dtype == torch.float32 or method == "allgather":
+                check_ring(method, q)
+                continue
+            with pytest.raises(TypeError, match=f"q has dtype {dtype} on cuda:0, but must have"):
+                check_ring(method, q)
 
 
 def dropped(group, method):
