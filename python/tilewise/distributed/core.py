@@ -221,7 +221,7 @@ class Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*state, bias, sinks, scale)
         ctx.method, ctx.options, ctx.return_lse = method, options, return_lse
-        ctx.shape = out.shape, out.dtype, out.device
+        ctx.shape, ctx.float8 = (out.shape, out.dtype, out.device), k.dtype == torch.uint8
         return (out, lse) if return_lse else out
 
     @staticmethod
@@ -230,6 +230,11 @@ class Attend(torch.autograd.Function):
         """Computes all gradients. Another rank may have gradients of its rows of out and of lse, so
         this rank takes part even if it has none.
         """
+        if ctx.float8:  # before messages are in flight, which an error would leave there
+            raise RuntimeError(
+                "tilewise.distributed: k and v have dtype float8_e4m3fn, which only the forward "
+                "supports; for the backward they must have the dtype of q"
+            )
         *state, bias, sinks, scale = ctx.saved_tensors
         options = ctx.options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
         shape, dtype, device = ctx.shape

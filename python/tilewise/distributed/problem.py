@@ -305,8 +305,14 @@ def _by_place(request: Request) -> bool:
 
 
 def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
-    if mask is not None:
-        _torch._with_mask(Options(), q, batch, mask, None)
+    if mask is None:
+        return
+    if q.device.type != "cpu":  # an error of the kernels would leave messages in flight
+        raise RuntimeError(
+            f"mask is given with q on {q.device}, but only CPUs compute masks so far: on a GPU, a "
+            "bias of -inf hides pairs"
+        )
+    _torch._with_mask(Options(), q, batch, mask, None)
 
 
 def _mask_of(request: Request) -> WholeMask | None:
