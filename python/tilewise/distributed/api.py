@@ -183,6 +183,10 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
+    known = Request().arguments()
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name} is given, but the options are {', '.join(known)}")
     ranks = ranks_of(group, mesh)
     request, grid = Request(**options), grid_of(mesh, ranks)
     if cu_seqlens_q is not None:

@@ -328,6 +328,32 @@ def test_an_empty_window_is_not_an_unlimited_one(
         memory_efficient_attention(x, x, x, mask)
 
 
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda x: attn_bias.BlockDiagonalMask.from_seqlens(x), "q_seqlen is a Tensor, but"),
+        (lambda x: attn_bias.BlockDiagonalMask.from_seqlens([2, 3], x), "kv_seqlen is a Tensor"),
+        (lambda x: attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 4, x),
+         "kv_seqlen is a Tensor, but must be a list of integers: pass kv_seqlen.tolist()"),
+        (lambda x: attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([2], x, [3]), "kv_seqstarts"),
+        (lambda x: attn_bias.BlockDiagonalMask.from_tensor_list([]), "list of tensors is empty"),
+        (lambda x: attn_bias.BlockDiagonalMask.from_tensor_lists_qkv([], [x]), "list of tensors"),
+    ],
+)  # fmt: skip
+def test_lengths_that_are_refused(make: Any, sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        make(torch.tensor([2, 3]))
+
+
+def test_transposed_pages_are_refused() -> None:
+    pages = torch.zeros(2, 2, dtype=torch.int32).T
+    mask = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([2, 3], [4, 4], pages, 4)
+    x = torch.ones(1, 5, 2, 16)
+    keys = torch.ones(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="block_table has stride 2 in its last dimension"):
+        memory_efficient_attention(x, keys, keys, mask)
+
+
 def test_masks_without_sequences() -> None:
     x = torch.ones(1, 0, 2, 16)
     for mask in (

@@ -109,6 +109,9 @@ def test_one_process_is_the_ordinary_call():
         td.attention(q, k, v, method="rings")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
+    for name in ("softcp", "shard"):
+        with pytest.raises(TypeError, match=f"{name} is given, but the options are causal, window"):
+            td.explain(q, k, v, **{name: 1.0})
 
 
 def test_rings_of_16_bits_are_refused_on_gpus():

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import index
 from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 
 Device = Union[torch.device, str, None]
+
+
+def integers(name: str, values: Iterable[int]) -> list[int]:
+    """The lengths or starts of sequences as a list; xFormers refuses tensors, too."""
+    if isinstance(values, Tensor):
+        raise TypeError(f"{name} is a Tensor, but must be a list of integers: pass {name}.tolist()")
+    return [index(value) for value in values]
 
 
 def _int32(numbers: Iterable[int], device: Device) -> Tensor:

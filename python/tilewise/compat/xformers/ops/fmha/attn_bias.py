@@ -21,6 +21,7 @@ from tilewise.compat.xformers.ops.fmha._lengths import (
     _GappySeqInfo,
     _PaddedSeqLenInfo,
     _SeqLenInfo,
+    integers,
 )
 
 
@@ -143,10 +144,12 @@ class BlockDiagonalMask(_Packed):
         device: Device = None,
     ) -> Any:
         """The mask for these numbers of rows and keys; kv_seqlen is by default q_seqlen."""
-        q_seqinfo = k_seqinfo = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
-        if kv_seqlen is not None and list(kv_seqlen) != list(q_seqlen):
-            _check_count(q_seqlen, kv_seqlen)
-            k_seqinfo = _SeqLenInfo.from_seqlens(kv_seqlen, device=device)
+        rows = integers("q_seqlen", q_seqlen)
+        keys = rows if kv_seqlen is None else integers("kv_seqlen", kv_seqlen)
+        q_seqinfo = k_seqinfo = _SeqLenInfo.from_seqlens(rows, device=device)
+        if keys != rows:
+            _check_count(rows, keys)
+            k_seqinfo = _SeqLenInfo.from_seqlens(keys, device=device)
         return cls(q_seqinfo, k_seqinfo)
 
     @classmethod
@@ -163,6 +166,8 @@ class BlockDiagonalMask(_Packed):
         tensors_v: Optional[Sequence[Tensor]] = None,
     ) -> tuple[Any, Tensor, Tensor, Optional[Tensor]]:
         """The mask of lists of queries and keys, and each list end to end."""
+        if not tensors_q:
+            raise ValueError("the list of tensors is empty, but must have at least one tensor")
         lengths = [
             [x.shape[1] for x in tensors for _ in range(x.shape[0])]
             for tensors in (tensors_q, tensors_k)
@@ -285,6 +290,7 @@ class BlockDiagonalPaddedKeysMask(_Packed):
         device: Device = None,
         **window: int,
     ) -> Any:
+        q_seqlen, kv_seqlen = integers("q_seqlen", q_seqlen), integers("kv_seqlen", kv_seqlen)
         _check_count(q_seqlen, kv_seqlen)
         return cls(
             _SeqLenInfo.from_seqlens(q_seqlen, device=device),
@@ -370,6 +376,8 @@ class BlockDiagonalGappyKeysMask(_Packed):
         device: Device = None,
     ) -> Any:
         """kv_seqstarts has one entry more than sequences: the number of keys in all."""
+        q_seqlen, kv_seqlen = integers("q_seqlen", q_seqlen), integers("kv_seqlen", kv_seqlen)
+        kv_seqstarts = integers("kv_seqstarts", kv_seqstarts)
         _check_count(q_seqlen, kv_seqlen)
         return cls(
             _SeqLenInfo.from_seqlens(q_seqlen, device=device),
