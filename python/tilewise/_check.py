@@ -100,6 +100,21 @@ def dropout(value: float) -> float:
     return float(value)
 
 
+def numbers(request: Any) -> dict[str, Any]:
+    """The options that are numbers or flags, by the names of the operators and of the C ABI."""
+    left, right = window_bounds(request.causal, request.window)
+    return {
+        "window_left": left,
+        "window_right": right,
+        "softcap": softcap(request.softcap),
+        "dropout_p": dropout(request.dropout_p),
+        "deterministic": flag("deterministic", request.deterministic),
+        "tf32": flag("tf32", request.tf32),
+        "check": flag("check", request.check),
+        "batch_invariant": flag("batch_invariant", request.batch_invariant),
+    }
+
+
 def bound(name: str, value: int | None) -> int:
     """An optional upper bound of the sequence lengths; 0 stands for an unknown one."""
     if value is None:

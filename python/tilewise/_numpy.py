@@ -197,22 +197,20 @@ def _describe_problem(
     bounds: dict[str, int], heads_first: bool,
 ) -> _Problem:  # fmt: skip
     heads, head_dim = q.shape[-2:]
-    left, right = _check.window_bounds(request.causal, request.window)
+    numbers = _check.numbers(request)
     arrays |= _check.per_head(request, _float32, _expanded, k.dtype, (batch, heads, k.shape[-2]))
-    dropout_p = _check.dropout(request.dropout_p)
     shard = request.shard
-    if dropout_p > 0.0 and shard.dropout_state is None:
+    if numbers["dropout_p"] > 0.0 and shard.dropout_state is None:
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
-    elif dropout_p > 0.0:
+    elif numbers["dropout_p"] > 0.0:
         arrays["dropout_state"] = np.ascontiguousarray(shard.dropout_state, dtype=np.int64)
     diagonal = _int32("diagonal", shard.diagonal, (batch,))
     if diagonal is not None:
         arrays["diagonal"] = diagonal
-    numbers: dict[str, int] = {}
     if request.mask is not None:
         lengths = (q.shape[1], k.shape[1]) if q.ndim == 4 else None
         arrays |= _mask(request.mask, batch, heads, lengths)
-        numbers = request.mask.numbers()
+        numbers |= request.mask.numbers()
     bias = arrays.get("bias")
     known: dict[str, Any] = {name: view(array) for name, array in arrays.items()}
     known |= bounds | numbers
@@ -220,14 +218,6 @@ def _describe_problem(
         **known,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
         scale=_scale(request.scale, head_dim),
-        window_left=left,
-        window_right=right,
-        softcap=_check.softcap(request.softcap),
-        dropout_p=dropout_p,
-        deterministic=_check.flag("deterministic", request.deterministic),
-        tf32=_check.flag("tf32", request.tf32),
-        check=_check.flag("check", request.check),
-        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         kv_float8=_check.is_float8(k.dtype),
         row_offset=shard.row_offset,
         key_offset=shard.key_offset,

@@ -195,7 +195,8 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
     """The operators' options that every form of attention shares, without the bias."""
-    left, right = _check.window_bounds(request.causal, request.window)
+    numbers = _check.numbers(request)
+    numbers["deterministic"] |= torch.are_deterministic_algorithms_enabled()
     heads, head_dim = q.shape[-2], q.shape[-1]
     scale, scale_tensor = _scale(request.scale, head_dim, q)
     slopes, sinks = request.alibi_slopes, request.sinks
@@ -212,11 +213,10 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         _check_float("sinks", sinks, q)
         _check.shape("sinks", sinks, (heads,), "one logit per query head")
         sinks = _dense(sinks)
-    dropout_p = _check.dropout(request.dropout_p)
     shard = request.shard
     check_int32("diagonal", shard.diagonal, (batch,), q)
     dropout_state = shard.dropout_state
-    if dropout_p > 0.0 and dropout_state is None:
+    if numbers["dropout_p"] > 0.0 and dropout_state is None:
         dropout_state = draw_dropout_state(q.device)
     return _ops.Options(
         alibi_slopes=slopes,
@@ -225,20 +225,12 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         dropout_state=dropout_state,
         diagonal=shard.diagonal,
         scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=_check.softcap(request.softcap),
-        dropout_p=dropout_p,
-        deterministic=_check.flag("deterministic", request.deterministic)
-        or torch.are_deterministic_algorithms_enabled(),
-        tf32=_check.flag("tf32", request.tf32),
-        check=_check.flag("check", request.check),
-        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         row_offset=shard.row_offset,
         key_offset=shard.key_offset,
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
+        **numbers,
     )
 
 

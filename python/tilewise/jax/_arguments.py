@@ -162,7 +162,7 @@ def problem(
     q, k = arrays["q"], arrays["k"]
     heads = q.shape[1] if heads_first else q.shape[-2]
     heads_kv = k.shape[1] if heads_first else k.shape[-2]
-    left, right = _check.window_bounds(request.causal, request.window)
+    numbers |= _check.numbers(request)
     sizes = (batch, heads, heads_kv)
     arrays |= _check.per_head(request, _float32, jnp.broadcast_to, k.dtype, sizes)
     if request.mask is not None:
@@ -170,19 +170,11 @@ def problem(
         lengths = (q.shape[row], k.shape[row]) if q.ndim == 4 else None
         arrays |= _mask(request.mask, batch, heads, lengths)
         numbers |= request.mask.numbers()
-    dropout_p = _check.dropout(request.dropout_p)
-    if dropout_p > 0.0:
+    if numbers["dropout_p"] > 0.0:
         arrays["dropout_state"] = dropout_state(dropout_seed)
     scale = _scale(request.scale, q.shape[-1], arrays)
     fields = OptionalFields(
         scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=_check.softcap(request.softcap),
-        dropout_p=dropout_p,
-        deterministic=_check.flag("deterministic", request.deterministic),
-        tf32=_check.flag("tf32", request.tf32),
-        batch_invariant=_check.flag("batch_invariant", request.batch_invariant),
         **numbers,
     )
     options = tuple(name for name in arrays if name not in ("q", "k", "v"))
