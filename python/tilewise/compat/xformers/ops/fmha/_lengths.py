@@ -15,7 +15,7 @@ Device = Union[torch.device, str, None]
 
 
 def integers(name: str, values: Iterable[int]) -> list[int]:
-    """The lengths or starts of sequences as a list; xFormers refuses tensors, too."""
+    """The lengths or starts of sequences as a list; tensors are refused, as in xFormers."""
     if isinstance(values, Tensor):
         raise TypeError(f"{name} is a Tensor, but must be a list of integers: pass {name}.tolist()")
     return [index(value) for value in values]
