@@ -62,10 +62,12 @@ class Shard:
 
 @dataclass
 class Result:
-    """Forward: out [N, Hq, Dv], lse [N, Hq]. Backward: the gradients, shaped as their inputs."""
+    """Forward: out [N, Hq, Dv], lse [N, Hq], max_logits [B, Hq]. Backward: the gradients, shaped
+    as their inputs."""
 
     out: Array
     lse: Array
+    max_logits: Array  # the largest scale * q.k of visible pairs, or -inf
     dq: Array
     dk: Array
     dv: Array
@@ -227,6 +229,11 @@ def sequence_mask(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bo
     return o.mask[batch if o.mask.shape[0] > 1 else 0, :, :rows, :keys]
 
 
+def seen_pairs(o: Options, batch: int, rows: int, keys: int) -> NDArray[np.bool_]:
+    """Whether band and mask let each row see each key, broadcastable to [Hq, rows, keys]."""
+    return visible(o, batch, rows, keys) & sequence_mask(o, batch, rows, keys)
+
+
 def sequence_bias(o: Options, batch: int, rows: int, keys: int) -> Array:
     """The bias of one sequence, broadcastable to [Hq, rows, keys]."""
     if o.bias is None:
@@ -247,8 +254,7 @@ def scores(o: Options, batch: int, raw: Array) -> tuple[Array, Array, Array]:
     if o.slopes is not None:
         s = s - o.slopes[batch][:, None, None] * np.abs(aligned(o, batch, n, m) - np.arange(m))
     s = s + sequence_bias(o, batch, n, m)
-    seen = visible(o, batch, n, m) & sequence_mask(o, batch, n, m)
-    return np.where(seen, s, -np.inf), capped, bent
+    return np.where(seen_pairs(o, batch, n, m), s, -np.inf), capped, bent
 
 
 def exp_of_sink(sink: Array, base: Array) -> Array:
@@ -338,6 +344,7 @@ def attention(
     grad_keys = k.shape[0] if grad_keys is None else grad_keys
     r = Result(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.full(q.shape[:2], -np.inf),
+        max_logits=np.full((len(sequences), heads), -np.inf),
         dq=np.zeros(q.shape), dk=np.zeros((grad_keys, *k.shape[1:])),
         dv=np.zeros((grad_keys, *v.shape[1:])), dsinks=np.zeros(heads),
         dbias=None if o.bias is None else np.zeros(o.bias.shape), dscale=0.0, out_size=0.0,
@@ -351,6 +358,8 @@ def attention(
         r.out[sequence.rows] = ((p * drop) @ vh).transpose(1, 0, 2)
         r.out_size = max(r.out_size, np.sqrt(np.nanmax((p * drop) ** 2 @ vh**2, initial=0)))
         r.lse[sequence.rows] = lse.T
+        logits = np.where(seen_pairs(o, sequence.batch, *raw.shape[1:]), o.scale * raw, -np.inf)
+        r.max_logits[sequence.batch] = logits.max(axis=(1, 2), initial=-np.inf)
         if dout is None:
             continue
 

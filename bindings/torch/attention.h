@@ -137,6 +137,7 @@ void put(StableIValue* stack, const T&... results) {
 
 // Boxed kernels, registered in register.cpp.
 void forward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void forward_max_logits(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void backward(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void jvp(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void second(StableIValue* stack, uint64_t inputs, uint64_t outputs);

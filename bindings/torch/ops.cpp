@@ -1,4 +1,4 @@
-// The implementations of the operators tilewise::forward and tilewise::backward: they fill C
+// The implementations of the operators forward, forward_max_logits and backward: they fill C
 // structs from torch tensors, launch, and return torch tensors.
 #include "attention.h"
 #include "launch.h"
@@ -169,7 +169,10 @@ void run_second(Problem& problem, const tilewise_tangents& tangents,
   check_status(tilewise_second(&problem.attention, &tangents, &gradients, workspace.data(), bytes));
 }
 
-void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
+namespace {
+
+// The operator forward or, with a third result, forward_max_logits.
+void forward_of(StableIValue* stack, uint64_t inputs, bool with_max_logits) {
   Arguments arguments(stack, inputs);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   const Options options(arguments);
@@ -181,8 +184,22 @@ void forward(StableIValue* stack, uint64_t inputs, uint64_t) {
   problem.attention.out = view_of(out, "out");
   set_lse(problem, lse);
 
+  if (!with_max_logits) {
+    run_forward(problem);
+    return put(stack, out, lse);
+  }
+  const Tensor max_logits = new_float({problem.attention.batch, problem.attention.heads_q}, problem,
+                                      problem.attention.max_logits);
   run_forward(problem);
-  put(stack, out, lse);
+  put(stack, out, lse, max_logits);
+}
+
+}  // namespace
+
+void forward(StableIValue* stack, uint64_t inputs, uint64_t) { forward_of(stack, inputs, false); }
+
+void forward_max_logits(StableIValue* stack, uint64_t inputs, uint64_t) {
+  forward_of(stack, inputs, true);
 }
 
 void backward(StableIValue* stack, uint64_t inputs, uint64_t) {

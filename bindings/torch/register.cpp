@@ -6,6 +6,7 @@ namespace {
 
 void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("forward", &tilewise::torch_binding::forward);
+  library.impl("forward_max_logits", &tilewise::torch_binding::forward_max_logits);
   library.impl("backward", &tilewise::torch_binding::backward);
   library.impl("jvp", &tilewise::torch_binding::jvp);
   library.impl("second", &tilewise::torch_binding::second);

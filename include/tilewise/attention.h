@@ -138,6 +138,12 @@ typedef struct tilewise_attention {
                              for all query heads that share a head of k and v; NULL: 1 */
   int64_t q_descale_stride_batch; /* 0 broadcasts */
   int64_t q_descale_stride_head;
+
+  float* max_logits; /* fp32 [B, Hq], contiguous; written by the forward on a CPU, and read by no
+                        pass. The largest scale * q.k over all visible pairs of a sequence and a
+                        query head, before softcap, ALiBi and bias, as QK-clip (arXiv 2507.20534)
+                        uses it: -inf if no pair is visible, NaN if the score of one is NaN. The
+                        forward of few rows may then run another kernel. NULL: off */
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or

@@ -150,6 +150,7 @@ class Attention(ctypes.Structure):
         ("q_descale", c_void_p),
         ("q_descale_stride_batch", c_int64),
         ("q_descale_stride_head", c_int64),
+        ("max_logits", c_void_p),
     ]
 
 

@@ -140,6 +140,11 @@ def set_output(a: Any, out: View, lse: View) -> None:
     a.lse_stride_batch, a.lse_stride_head = lse_strides(lse)
 
 
+def set_max_logits(a: Any, max_logits: View) -> None:
+    """Stores max_logits [B, Hq], contiguous, in the struct of a problem."""
+    a.max_logits = max_logits.pointer
+
+
 def lse_strides(lse: View) -> tuple[int, int]:
     """The (batch, head) strides of lse [B, Hq, Sq] or [Hq, T]."""
     return (lse.strides[0], lse.strides[1]) if len(lse.shape) == 3 else (0, lse.strides[0])

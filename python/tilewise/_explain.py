@@ -68,8 +68,9 @@ def explain(
     cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: Any = None, seqused_k: Any = None, block_table: Any = None, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    mask: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
-    cache_leftpad: Any = None, num_splits: int = 0, head_dim_v: int | None = None,
+    mask: Any = None, return_max_logits: bool = False, cache_seqlens: Any = None,
+    cache_batch_idx: Any = None, cache_leftpad: Any = None, num_splits: int = 0,
+    head_dim_v: int | None = None,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
@@ -90,7 +91,7 @@ def explain(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     _latent.check_one_tensor(head_dim_v, v, None, v_descale)
     if head_dim_v is not None:
@@ -121,6 +122,8 @@ def explain(
         a, threads, arrays = _describe_torch(q, k, v, problem, request)
     else:
         a, threads, arrays = _describe_numpy(q, k, v, problem, request)
+    if _check.flag("return_max_logits", return_max_logits):
+        a.max_logits = _PLACEHOLDER_ADDRESS
     parallel = _abi.Parallel(_abi.PARALLEL_FOR(_never_called), None, threads, 0)
     a.parallel = ctypes.pointer(parallel)
     backward: Plan | str

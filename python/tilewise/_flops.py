@@ -59,7 +59,9 @@ def _pairs(q: Tensor, k: Tensor, o: Options) -> int:
     return sum(n * m for n, m in zip(rows, keys, strict=True))
 
 
-@register_flop_formula(torch.ops.tilewise.forward, get_raw=True)
+@register_flop_formula(
+    [torch.ops.tilewise.forward, torch.ops.tilewise.forward_max_logits], get_raw=True
+)
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_out: Any) -> int:
     options = options[: len(Options._fields)]  # without with_lse_low
     return 2 * q.shape[-2] * _pairs(q, k, Options(*options)) * (q.shape[-1] + v.shape[-1])
@@ -93,7 +95,8 @@ def _given(*tensors: Tensor | None) -> int:
 
 
 _OPERATORS = tuple(
-    getattr(torch.ops.tilewise, name) for name in ("forward", "backward", "jvp", "second")
+    getattr(torch.ops.tilewise, name)
+    for name in ("forward", "forward_max_logits", "backward", "jvp", "second")
 )
 
 

@@ -25,7 +25,7 @@ from ._numpy_merge import merge_states as merge_states
 from ._request import Request, Sequences
 
 Array: TypeAlias = npt.NDArray[Any]
-Result: TypeAlias = Array | tuple[Array, Array]
+Result: TypeAlias = Array | tuple[Array, ...]
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _WORKSPACE_ALIGNMENT = 64
@@ -46,9 +46,7 @@ class _Problem(NamedTuple):
 def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Result:
     """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
     request = Request(*given)
-    problem = prepare_dense(q, k, v, layout, request)
-    out, lse = _forward(problem)
-    return (out, lse) if request.return_lse else out
+    return _forward_results(prepare_dense(q, k, v, layout, request), request)
 
 
 def attention_varlen(
@@ -58,9 +56,7 @@ def attention_varlen(
     ``Request``.
     """
     request = Request(*given)
-    problem = prepare_varlen(q, k, v, Sequences(*sequences), request)
-    out, lse = _forward(problem)
-    return (out, lse) if request.return_lse else out
+    return _forward_results(prepare_varlen(q, k, v, Sequences(*sequences), request), request)
 
 
 # --- from arguments to a problem ------------------------------------------------------------------
@@ -328,6 +324,15 @@ def _new_rows(like: Array, shape: tuple[int, ...], heads_first: bool) -> Array:
         return np.empty(shape, dtype=like.dtype)
     batch, rows, heads, columns = shape
     return np.empty((batch, heads, rows, columns), dtype=like.dtype).swapaxes(1, 2)
+
+
+def _forward_results(problem: _Problem, request: Request) -> Any:
+    """out, and the other results that the request asks for."""
+    a, max_logits = problem.attention, None
+    if _check.flag("return_max_logits", request.return_max_logits):
+        max_logits = np.empty((a.batch, a.heads_q), dtype=np.float32)
+        _describe.set_max_logits(a, view(max_logits))
+    return request.results(*_forward(problem), max_logits)
 
 
 def _forward(problem: _Problem) -> tuple[Array, Array]:

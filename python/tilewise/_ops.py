@@ -110,7 +110,7 @@ def _without_lse_low(results: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor,
 # --- derivatives ----------------------------------------------------------------------------------
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
     ctx.set_materialize_grads(False)
     tensors = (q, k, v, *output, *options[:TENSOR_COUNT])
@@ -135,7 +135,7 @@ def _to_pages(rows: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
     return total.index_add(0, index, per_page).to(pages.dtype)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     results: list[Tensor | None] = [None] * (3 + OPTION_COUNT + 1)  # the last is with_lse_low
     wanted = wanted_of(ctx.needs_input_grad, FORWARD)
     if wanted == 0 or (dout is None and dlse is None):
@@ -155,7 +155,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return tuple(results)
 
 
-def _jvp(ctx: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+def jvp(ctx: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     tangents = tangents_of(given, FORWARD)
     options = Options(*tensors, *ctx.numbers)
@@ -232,10 +232,10 @@ class _EagerForward(torch.autograd.Function):
         with below_autograd():
             results = torch.ops.tilewise.forward(*arguments)
             returned = _without_lse_low(results, arguments[0])
-        _setup_context(ctx, arguments, results)
+        setup_context(ctx, arguments, results)
         return returned
 
-    backward = staticmethod(_backward)
+    backward = staticmethod(backward)
 
 
 class _Forward(torch.autograd.Function):
@@ -246,9 +246,9 @@ class _Forward(torch.autograd.Function):
         with below_autograd():
             return torch.ops.tilewise.forward(*arguments)
 
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
-    jvp = staticmethod(_jvp)
+    setup_context = staticmethod(setup_context)
+    backward = staticmethod(backward)
+    jvp = staticmethod(jvp)
     vmap = staticmethod(_vmap_rule(_call_forward))
 
 

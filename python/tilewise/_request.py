@@ -43,6 +43,7 @@ class Request(NamedTuple):
     k_descale: Any = None
     v_descale: Any = None
     mask: Any = None
+    return_max_logits: bool = False
     shard: Shard = Shard()
 
     def arguments(self) -> dict[str, Any]:
@@ -50,6 +51,12 @@ class Request(NamedTuple):
         options = self._asdict()
         del options["shard"]
         return options
+
+    def results(self, out: Any, lse: Any, max_logits: Any) -> Any:
+        """What a function with these options returns: out, or a tuple of out and what is asked."""
+        asked = ((self.return_lse, lse), (self.return_max_logits, max_logits))
+        more = tuple(result for wanted, result in asked if wanted)
+        return (out, *more) if more else out
 
 
 class Sequences(NamedTuple):

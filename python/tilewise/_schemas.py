@@ -12,6 +12,9 @@ the error of rounding it to fp32. ``backward``, ``jvp`` and ``second`` take lse 
 lse_low their weights are exact for any lse; without it they are off by |lse| * 6e-8. Autograd saves
 both.
 
+``forward_max_logits`` is ``forward`` with a third result: float32 [batch, heads_q], the largest
+scale * q.k over the visible pairs of each sequence.
+
 ``jvp`` computes the tangents of out and lse from those of the inputs, each of which may be None,
 which means zero. ``second`` computes the gradients of
 
@@ -66,6 +69,8 @@ _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, Ten
 _SCHEMAS = (
     f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False, bool with_lse_low=False) "
     "-> (Tensor out, Tensor lse)",
+    f"forward_max_logits(Tensor q, Tensor k, Tensor v, {_OPTIONS}=False, bool with_lse_low=False) "
+    "-> (Tensor out, Tensor lse, Tensor max_logits)",
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}, int wanted) -> {_GRADIENTS}",
     f"jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TANGENTS}, {_OPTIONS}) "
@@ -119,6 +124,16 @@ def _new_lse(q: Tensor, options: Options, leading: tuple[int, ...] = ()) -> Tens
 def _forward_fake(q: Tensor, _k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     option, with_lse_low = options_of(options)
     return _new_out(q, v, option), _new_lse(q, option, (2,) if with_lse_low else ())
+
+
+@torch.library.register_fake("tilewise::forward_max_logits", lib=library)
+def _forward_max_logits_fake(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts = options_of(options)[0].cu_seqlens_q
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    max_logits = q.new_empty((batch, q.shape[-2]), dtype=torch.float32)
+    return *_forward_fake(q, k, v, *options), max_logits
 
 
 @torch.library.register_fake("tilewise::backward", lib=library)

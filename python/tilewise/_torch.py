@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _flops, _ops, _plain  # noqa: F401 (_flops registers formulas)
+from . import _autograd, _check, _flops, _max_logits, _ops, _plain  # noqa: F401 (_flops registers)
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
-Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _is_compiling = torch.compiler.is_compiling
@@ -24,7 +24,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     ) = given  # fmt: skip
     if (
         bias is None
@@ -38,6 +38,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
         and k_descale is None
         and v_descale is None
         and mask is None
+        and not return_max_logits
     ):
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
@@ -49,11 +50,18 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
 
 def general_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Result:
     """``tilewise.attention`` with any options."""
-    q, k, v, options = prepare_dense(q, k, v, layout, request)
-    out, lse = _ops.forward(q, k, v, options)
-    if options.heads_first:
+    prepared = prepare_dense(q, k, v, layout, request)
+    out, lse, max_logits = _forward(prepared, request)
+    if prepared[3].heads_first:
         out = out.transpose(1, 2)
-    return (out, lse) if request.return_lse else out
+    return request.results(out, lse, max_logits)
+
+
+def _forward(prepared: Prepared, request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and, if the request asks for them, max_logits."""
+    if _check.flag("return_max_logits", request.return_max_logits):
+        return _max_logits.forward(*prepared)
+    return *_ops.forward(*prepared), None
 
 
 def attention_varlen(
@@ -64,22 +72,22 @@ def attention_varlen(
     """
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     ) = given  # fmt: skip
-    results = None
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
         and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
-        and mask is None
+        and mask is None and not return_max_logits
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
             batch_invariant,
         )  # fmt: skip
-    if results is None:
-        prepared = prepare_varlen(q, k, v, Sequences(*sequences), Request(*given))
-        results = _ops.forward(*prepared)
-    return results if return_lse else results[0]
+        if results is not None:
+            return results if return_lse else results[0]
+    request = Request(*given)
+    prepared = prepare_varlen(q, k, v, Sequences(*sequences), request)
+    return request.results(*_forward(prepared, request))
 
 
 def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request) -> Prepared:

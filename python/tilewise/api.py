@@ -14,7 +14,8 @@ def attention(
     scale: Any = None, softcap: float = 0.0, bias: Any = None, alibi_slopes: Any = None,
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
-    k_descale: Any = None, v_descale: Any = None, mask: Any = None, layout: str = "bshd",
+    k_descale: Any = None, v_descale: Any = None, mask: Any = None,
+    return_max_logits: bool = False, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -56,13 +57,16 @@ def attention(
         v_descale: The same for v.
         mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
             allow, are visible. CPU only.
+        return_max_logits: Return max_logits after out and lse. CPU only.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
         out in the layout of q with head_dim_v columns, in the dtype of q; with return_lse also lse,
         float32 [batch, heads_q, seqlen_q] in either layout: the natural logarithm of the softmax's
         denominator. Both have gradients and, on a CPU, tangents and second derivatives. A row that
-        sees no key has out 0 and lse -inf.
+        sees no key has out 0 and lse -inf. With return_max_logits also max_logits, float32 [batch,
+        heads_q], without a gradient: the largest scale * q.k over all visible pairs of a sequence,
+        before softcap, ALiBi and bias, as QK-clip (arXiv 2507.20534) uses it; -inf without one.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -71,7 +75,7 @@ def attention(
     """
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     return attention_backend(q).attention(q, k, v, layout, options)
 
@@ -84,6 +88,7 @@ def attention_varlen(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
+    return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, packed end to end.
 
@@ -116,7 +121,8 @@ def attention_varlen(
             of NaN on a GPU, and ``last_index_error`` names the entry. The CPU always verifies.
 
     Returns:
-        out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q].
+        out [total_q, heads_q, head_dim_v]; with return_lse also lse, float32 [heads_q, total_q];
+        with return_max_logits also max_logits, float32 [batch, heads_q].
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -134,7 +140,7 @@ def attention_varlen(
     )
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 

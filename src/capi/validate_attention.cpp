@@ -205,6 +205,7 @@ void check_option_pointers(const Problem& p) {
       {"q_descale", p.q_descale, 4},
       {"k_descale", p.k_descale, 4},
       {"v_descale", p.v_descale, 4},
+      {"max_logits", p.max_logits, 4},
   };
   for (const auto& each : pointers) check_aligned(each.name, each.pointer, each.bytes);
 }

@@ -147,6 +147,8 @@ struct ForwardLaunch {
 
   void run() const {
     zero_unused_outputs(p);
+    if (p.max_logits != nullptr)
+      std::fill_n(p.max_logits, p.batch * p.heads_q, -__builtin_huge_valf());
     if (layout.packed != nullptr) pack_keys();
     const auto kernel = is_decoding(p, plan.isa) ? kernels.decode : kernels.forward;
     const int64_t items_per_split = items(plan.heads);

@@ -163,6 +163,7 @@ struct ForwardScratch {
   float* m;                // [lane], in the units of S
   float* l;                // [lane]
   bool* huge;              // [lane]: whether the row has to be computed again
+  float* max_logits;       // [lane]: of the keys so far; null: not wanted
   const void** rows;       // addresses being packed
   const void** next_rows;  // of keys and values of the next tile
   RowScratch nonfinite_v;
@@ -189,6 +190,7 @@ struct ForwardScratch {
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
         huge(arena.take<bool>(panels * s.panel)),
+        max_logits(p.max_logits != nullptr ? arena.take<float>(panels * s.panel) : nullptr),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
         next_rows(arena.take<const void*>(2 * s.tile_k)),
         nonfinite_v(s.tile_k, arena),

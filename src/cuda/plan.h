@@ -25,10 +25,16 @@ const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
 // the kernel set itself.
 const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& request, const Gpu& gpu);
 
-// Why no family serves a problem with a mask.
-constexpr WhyNot why_no_mask(const Problem& p) {
-  if (p.mask == nullptr) return {};
-  return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
+// Why no family serves a request with an option that only CPU kernels have.
+constexpr WhyNot why_cpu_only(const Request& request) {
+  const Problem& p = request.problem;
+  if (p.mask != nullptr)
+    return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
+  if (p.max_logits != nullptr && request.is(Pass::forward))
+    return {.text =
+                "no GPU kernel writes max_logits: tensors in the memory of the CPU, or a "
+                "forward without them, are allowed"};
+  return {};
 }
 
 // The kernels that recompute flagged tiles (FamilyRow::recompute_kernels); null: there are none.

@@ -49,6 +49,7 @@ const Bad kBad[] = {
     {"lse_misaligned", [](Call& c) { c.a.lse = misaligned(c.a.lse); }, "lse is 0x"},
     {"lse_low_misaligned", [](Call& c) { c.a.lse_low = misaligned(c.lse_low.data()); },
      "lse_low is 0x"},
+    {"max_logits", [](Call& c) { c.a.max_logits = misaligned(c.a.lse); }, "max_logits is 0x"},
     {"scale_ptr", [](Call& c) { c.a.scale_ptr = misaligned(&c.scale); }, "scale_ptr is 0x"},
     {"alibi_slopes", [](Call& c) { c.a.alibi_slopes = misaligned(c.slopes.data()); },
      "alibi_slopes is 0x"},

@@ -292,6 +292,12 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(ask(masked, hopper).why,
             "device is CUDA (sm_90): no GPU kernel reads a mask: bias with -inf for the hidden "
             "pairs is allowed");
+  float logit = 0.0f;
+  Problem with_logits = problem(TILEWISE_BFLOAT16);
+  with_logits.max_logits = &logit;
+  EXPECT_EQ(ask(with_logits, hopper).why,
+            "device is CUDA (sm_90): no GPU kernel writes max_logits: tensors in the memory of the "
+            "CPU, or a forward without them, are allowed");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

@@ -38,11 +38,15 @@ class TilewiseAttention(MegatronModule):
 
     The arguments are those of Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. It
     follows these options of the configuration: attention_dropout, window_size and
-    window_attn_skip_freq, softmax_type, deterministic_mode, batch_invariant_mode.
+    window_attn_skip_freq, softmax_type, deterministic_mode, batch_invariant_mode, qk_clip and
+    log_max_attention_logit (on CPUs).
+
+    Attributes:
+        current_max_attn_logits: float32 [heads], the largest logits since Megatron last set it to
+            None, for its ``clip_qk``; None unless qk_clip or log_max_attention_logit is on.
 
     Raises:
-        NotImplementedError: the configuration asks for context parallelism, or for the largest
-            logits (qk_clip, log_max_attention_logit).
+        NotImplementedError: the configuration asks for context parallelism.
     """
 
     def __init__(
@@ -65,12 +69,10 @@ class TilewiseAttention(MegatronModule):
             raise NotImplementedError(
                 f"context_parallel_size is {config.context_parallel_size}, but must be 1"
             )
-        for name in ("qk_clip", "log_max_attention_logit"):
-            if getattr(config, name, False):
-                raise NotImplementedError(
-                    f"{name} is True, but must be False: Tilewise does not return the largest "
-                    "logits"
-                )
+        self.current_max_attn_logits: Tensor | None = None
+        self.keeps_max_logits = any(
+            getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit")
+        )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.tp_group = pg_collection.tp
@@ -143,6 +145,7 @@ class TilewiseAttention(MegatronModule):
             deterministic=self.config.deterministic_mode,
             batch_invariant=self.batch_invariant or num_splits == 1,
             bias=attention_bias,
+            return_max_logits=self.keeps_max_logits,
         )
         with self._dropout_numbers(options["dropout_p"]):
             if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
@@ -151,11 +154,24 @@ class TilewiseAttention(MegatronModule):
                         "attention_mask is given with the type arbitrary, but packed sequences "
                         "(thd) have no matrix of scores to which it could belong"
                     )
-                return _packed(query, key, value, packed_seq_params, options)
+                out = _packed(query, key, value, packed_seq_params, options)
+                return self._without_logits(out).flatten(1)
             if attention_mask is not None and kind in _MASKED:
                 options["bias"] = _with_mask(attention_bias, attention_mask, query)
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            return tilewise.attention(q, k, v, **options).transpose(0, 1).flatten(2)
+            out = tilewise.attention(q, k, v, **options)
+            return self._without_logits(out).transpose(0, 1).flatten(2)
+
+    def _without_logits(self, results: Any) -> Tensor:
+        """The output alone; the logits are kept, if they were returned."""
+        if not self.keeps_max_logits:
+            return results
+        out, logits = results
+        if len(logits) > 0:
+            highest = logits.amax(dim=0)
+            kept = self.current_max_attn_logits
+            self.current_max_attn_logits = highest if kept is None else torch.maximum(kept, highest)
+        return out
 
     def _dropout_numbers(self, p: float) -> contextlib.AbstractContextManager[Any]:
         """Random numbers that differ between tensor-parallel ranks, as Megatron's do."""
@@ -186,9 +202,7 @@ def _with_mask(bias: Tensor | None, mask: Tensor, query: Tensor) -> Tensor:
     return torch.where(mask, -torch.inf, bias)
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, packed: Any, options: dict[str, Any]
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, packed: Any, options: dict[str, Any]) -> Any:
     """The format thd; ``cu_seqlens_*_padded`` may give a sequence more room than it fills."""
     starts, lengths = [], []
     for side in ("q", "kv"):
@@ -196,12 +210,11 @@ def _packed(
         places = getattr(packed, f"cu_seqlens_{side}_padded", None)
         starts.append(used if places is None else places)
         lengths.append(None if places is None else used.diff())
-    out = tilewise.attention_varlen(
+    return tilewise.attention_varlen(
         query, key, value, *starts, max_seqlen_q=_bound(packed.max_seqlen_q),
         max_seqlen_k=_bound(packed.max_seqlen_kv), seqused_q=lengths[0], seqused_k=lengths[1],
         **options,
     )  # fmt: skip
-    return out.flatten(1)
 
 
 def _bound(length: Any) -> int | None:

@@ -78,6 +78,7 @@ struct Forward : ForwardScratch {
       const SoftmaxState state = first_state(task, lanes.head[lane], scaling);
       m[lane] = state.m;
       l[lane] = state.l;
+      if (max_logits != nullptr) max_logits[lane] = kMinusInfinity;
     }
     for (bool& panel_has : summed) panel_has = false;
   }
@@ -97,6 +98,25 @@ struct Forward : ForwardScratch {
         if (masked) value = bounds.sees(key) ? value : splat(kMinusInfinity);
         store(at, value);
       }
+    }
+  }
+
+  // Raises max_logits by the products q.k of a strip. A loop of its own over numbers in the L1
+  // cache, so that the other loops are the same without it.
+  TILEWISE_FN void raise_max_logits(int64_t panel, Range strip, Range keys, bool partial) {
+    const float factor = scaling.general ? scores.score.scale : scaling.unit;
+    for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
+      const Lanes::Bounds bounds = lanes.bounds(panel * S.panel + lane, keys);
+      float* const highest_at = max_logits + panel * S.panel + lane;
+      F highest = load(highest_at);
+      const float* at = s_tile + lane;
+      for (int64_t i = strip.begin; i < min(strip.end, keys.size()); ++i, at += S.panel) {
+        const F logit = load(at) * factor;
+        I raises = bounds.sees(static_cast<int32_t>(i)) & ((logit > highest) | (logit != logit));
+        if (partial) raises = raises & lane_mask.sees(i, lane);
+        highest = raises ? logit : highest;
+      }
+      store(highest_at, highest);
     }
   }
 
@@ -210,6 +230,7 @@ struct Forward : ForwardScratch {
       const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
       const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
       products.scores(panel, strip, vectors(panel));
+      if (max_logits != nullptr) raise_max_logits(panel, strip, keys, partial);
       if (scaling.general || masked) change_scores(panel, strip, keys, masked);
       if (partial) lane_mask.hide(s_tile, S.panel, strip, keys, vectors(panel) * W);
       softmax_strip(panel, strip, keys, pending);
@@ -222,9 +243,11 @@ struct Forward : ForwardScratch {
       attend_all();
       const bool more = !again && mark_huge();
       finish(again);
-      if (!more) return;
+      if (!more) break;
       scaling = SoftmaxScaling<T>::of(scores.score, true);
     }
+    for (int64_t lane = 0; max_logits != nullptr && lane < lanes.count; ++lane)
+      raise_max_logit(p.max_logits + s.batch * p.heads_q + lanes.head[lane], max_logits[lane]);
   }
 
   // Marks the rows to recompute in the general form. The other rows are not affected by them.

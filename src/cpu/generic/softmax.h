@@ -88,6 +88,17 @@ struct SoftmaxScaling {
   }
 };
 
+// Raises an entry of max_logits, to which several work items contribute. The result does not depend
+// on their order: every zero is +0, and every NaN is the same one, which stays.
+TILEWISE_FN void raise_max_logit(float* to, float value) {
+  value = value == value ? value + 0.0f : __builtin_nanf("");
+  float old;
+  __atomic_load(to, &old, __ATOMIC_RELAXED);
+  while (old == old && !(value <= old) &&
+         !__atomic_compare_exchange(to, &old, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
 struct SoftmaxState {
   float m = kMinusInfinity;  // in the units of S
   float l = 0.0f;

@@ -9,7 +9,7 @@ namespace {
 
 int32_t table(const Gpu&) { return kTables.front().number; }
 
-WhyNot why_not(const Request& request, const Gpu&) { return why_no_mask(request.problem); }
+WhyNot why_not(const Request& request, const Gpu&) { return why_cpu_only(request); }
 
 // The kernels are compiled per element type of q; float8 keys are an option of them.
 const KernelSet* find(const Request& request, const Target& target) {

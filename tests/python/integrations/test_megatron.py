@@ -147,15 +147,37 @@ def test_packed_sequences(padded: bool) -> None:
         core(*tensors, mask, AttnMaskType.arbitrary, packed_seq_params=packed)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(context_parallel_size=2), dict(qk_clip=True)], ids=lambda x: next(iter(x))
-)
-def test_refusals(options: dict[str, Any]) -> None:
+def test_refusals() -> None:
     settings = config()
-    for name, value in options.items():
-        setattr(settings, name, value)
-    with pytest.raises(NotImplementedError, match=next(iter(options))):
+    settings.context_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="context_parallel_size"):
         TilewiseAttention(settings, 1, AttnMaskType.causal, "self", pg_collection=GROUPS)
+
+
+@pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])
+def test_the_largest_logits_are_kept(option: str) -> None:
+    plain = module(TilewiseAttention, AttnMaskType.causal)
+    core = module(TilewiseAttention, AttnMaskType.causal, **{option: True})
+    assert plain.current_max_attn_logits is core.current_max_attn_logits is None
+    largest = []
+    for times in (1.0, 3.0, 2.0):
+        q, k, v = inputs()
+        q = q * times
+        assert torch.equal(core(q, k, v, None), plain(q, k, v, None))
+        scores = torch.einsum("ibhd,jbhd->bhij", q, k.repeat_interleave(2, dim=2))
+        scores = scores / math.sqrt(q.shape[-1])
+        hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        largest.append(scores.masked_fill(hidden, -torch.inf).amax(dim=(0, 2, 3)))
+        want = torch.stack(largest).amax(dim=0)
+        torch.testing.assert_close(core.current_max_attn_logits, want)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = PackedSeqParams("thd", starts, starts, None, None, 9, 9)
+    tensors = [x[:, 0] for x in inputs()]
+    core.current_max_attn_logits = None
+    out = core(*tensors, None, packed_seq_params=packed)
+    assert torch.equal(out, plain(*tensors, None, packed_seq_params=packed))
+    assert core.current_max_attn_logits.shape == (4,)
+    assert plain.current_max_attn_logits is None
 
 
 def gpt(core_attention: type) -> Any:

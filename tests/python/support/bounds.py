@@ -70,12 +70,15 @@ def check_out(got: np.ndarray, want: oracle.Result, dtype: str, yard: Yard, wher
     _compare("out", got, want.out, dtype, bound, where)
 
 
-def check_lse(got: np.ndarray, want: np.ndarray, dtype: str, yard: Yard, where: str) -> None:
+def check_lse(
+    got: np.ndarray, want: np.ndarray, dtype: str, yard: Yard, where: str, name: str = "lse"
+) -> None:
+    """Also of max_logits, which are fp32 for every input dtype as well."""
     no_keys = np.isneginf(want)
-    assert np.array_equal(np.isneginf(got), no_keys), f"lse: -inf at the wrong rows\n{where}"
+    assert np.array_equal(np.isneginf(got), no_keys), f"{name}: -inf at the wrong places\n{where}"
     got, want = np.where(no_keys, 0, got), np.where(no_keys, 0, want)
     relative = FP32_RELATIVE if yard is None else LSE_LOW
-    _compare("lse", got, want, dtype, relative * max(1.0, largest(want)), where)
+    _compare(name, got, want, dtype, relative * max(1.0, largest(want)), where)
 
 
 def _norm(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

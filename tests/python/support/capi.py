@@ -82,6 +82,7 @@ class Attention(c.Structure):
         (c.c_int32, "out_dtype reserved"),
         (c.c_void_p, "q_descale"),
         (c.c_int64, "q_descale_stride_batch q_descale_stride_head"),
+        (c.c_void_p, "max_logits"),
     )
 
 

@@ -62,6 +62,7 @@ class Case:
     more_heads: int = 0  # query heads of the larger problem beyond those of the shard
     mask_ranges: tuple[tuple[mask_cases.Range, ...], ...] | None = None  # per sequence, or one
     mask_blocks: str | None = None  # dimensions of "bh" that are not shared; the blocks are random
+    max_logits: bool = False
     deterministic: bool = False
     tf32: bool = False
     dlse: bool = False
@@ -122,6 +123,7 @@ class Built:
         self.lse_shape = (*lead, case.heads, self.seqlen_q)
         self.lse = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
         self.lse_low = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
+        self.max_logits = guarded((self.batch, case.heads), torch.float32)
         self.attention = self._attention()
         self._mask()
         self._gradient_inputs()
@@ -253,6 +255,7 @@ class Built:
         a.lse, a.lse_low = self.lse.pointer, self.lse_low.pointer
         a.lse_stride_batch = 0 if c.varlen_q else self.lse.view.stride(0)
         a.lse_stride_head = self.lse.view.stride(-2)
+        a.max_logits = self.max_logits.pointer if c.max_logits else None
         for name, values in self.meta.items():
             setattr(a, name, values.data_ptr())
         if c.kv_idx:
@@ -433,6 +436,7 @@ class Outcome:
     out: np.ndarray
     lse: np.ndarray
     lse_low: np.ndarray
+    max_logits: np.ndarray  # without the option, NaN
     grads: dict[str, np.ndarray] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
 
@@ -444,12 +448,15 @@ def run(b: Built, *, backward: bool = True, hook: capi.Parallel | None = None) -
     b.out.poison()
     b.lse.poison()
     b.lse_low.poison()
+    b.max_logits.poison()
     info = capi.forward(b.attention)
     assert b.out.stray_writes() == 0, "forward wrote outside out"
     assert b.lse.stray_writes() == 0, "forward wrote outside lse"
     assert b.lse_low.stray_writes() == 0, "forward wrote outside lse_low"
+    assert b.max_logits.stray_writes() == 0, "forward wrote outside max_logits"
     result = Outcome(
         flat(b.out.view), b.by_row(b.lse.view), b.by_row(b.lse_low.view),
+        float64(b.max_logits.view),
         kernels=[info.kernel.decode()],
     )  # fmt: skip
     if backward:
@@ -480,6 +487,8 @@ def check(case: Case, *, backward: bool = True) -> list[str]:
         where = f"{target} {got.kernels} {case}"
         check_out(got.out, want, case.dtype, yard, where)
         check_lse(got.lse, want.lse, case.dtype, yard, where)
+        if case.max_logits:
+            check_lse(got.max_logits, want.max_logits, case.dtype, yard, where, "max_logits")
         # Also in rows that are not in use, so that all results are defined.
         assert not got.lse_low[np.isneginf(want.lse)].any(), f"lse_low without keys: {where}"
         if backward:

@@ -198,3 +198,10 @@ def masked(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     if draw(st.booleans()):
         return replace(case, mask_ranges=draw(mask_ranges(case)))
     return replace(case, mask_blocks=draw(st.sampled_from(["", "b", "h", "bh"])))
+
+
+@st.composite
+def logits_wanted(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
+    """Any problem, shard or masked problem whose largest logits are wanted."""
+    case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))
+    return replace(case, max_logits=True)
