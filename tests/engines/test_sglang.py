@@ -204,11 +204,21 @@ def test_refusals(create):
     ):
         with pytest.raises(NotImplementedError, match=sentence):
             driver.backend.init_forward_metadata(driver.forward_batch(**changes))
+    model = SimpleNamespace(prepare_attn_masks=lambda *_: None)
+    masking = create(SimpleNamespace(**vars(driver.runner), model=model))
+    image = SimpleNamespace(contains_image_inputs=lambda: True)
+    extend = dict(forward_mode=ForwardMode.EXTEND)
+    masking.init_forward_metadata(driver.forward_batch(**extend, mm_inputs=[None] * 5))
+    with pytest.raises(NotImplementedError, match="a request contains an image"):
+        masking.init_forward_metadata(driver.forward_batch(**extend, mm_inputs=[image] * 5))
+    driver.backend.init_forward_metadata(driver.forward_batch(**extend, mm_inputs=[image] * 5))
     with pytest.raises(NotImplementedError, match="q_rope is given"):
         driver.step(q_rope=torch.ones(1))
     for changes, sentence in (
         (dict(use_mla_backend=True), "MLA"),
         (dict(server_args=SimpleNamespace(speculative_algorithm="EAGLE")), "speculative"),
+        (dict(server_args=SimpleNamespace(attn_cp_size=2)), "attn_cp_size is 2, but"),
+        (dict(server_args=SimpleNamespace(dcp_size=4)), "dcp_size is 4, but"),
     ):
         with pytest.raises(NotImplementedError, match=sentence):
             create(SimpleNamespace(**{**vars(driver.runner), **changes}))

@@ -36,7 +36,8 @@ class TilewiseBackend(AttentionBackend):
         runner: SGLang's ``ModelRunner``.
 
     Raises:
-        NotImplementedError: the model uses MLA, or speculative decoding is on.
+        NotImplementedError: the model uses MLA, or speculative decoding or context parallelism is
+            on.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -45,6 +46,14 @@ class TilewiseBackend(AttentionBackend):
             raise NotImplementedError("this backend does not support MLA")
         if getattr(runner.server_args, "speculative_algorithm", None):
             raise NotImplementedError("this backend does not support speculative decoding")
+        for name in ("attn_cp_size", "dcp_size"):
+            if (getattr(runner.server_args, name, None) or 1) > 1:
+                raise NotImplementedError(
+                    f"{name} is {getattr(runner.server_args, name)}, but this backend does not "
+                    "support context parallelism: it must be 1"
+                )
+        # The method with which models ask for a mask that shows image tokens to each other.
+        self._masks_images = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
         self._device, self._page_size = runner.device, runner.page_size
         self._context = runner.model_config.context_len
         # SGLang itself reads these two attributes.
@@ -113,6 +122,11 @@ class TilewiseBackend(AttentionBackend):
             raise NotImplementedError(f"forward_mode is {mode.name}, which is not supported")
         if batch.encoder_lens is not None:
             raise NotImplementedError("this backend does not support encoder-decoder models")
+        if self._masks_images and mode.is_extend() and batch.contains_image_inputs():
+            raise NotImplementedError(
+                "a request contains an image, whose tokens see each other in this model, but this "
+                "backend supports causal masks only"
+            )
         count, device = batch.batch_size, batch.seq_lens.device
         longest_keys = self._context
         if batch.seq_lens_cpu is not None and batch.seq_lens_cpu.numel():
