@@ -31,7 +31,7 @@ def test_tuples_have_the_order_of_their_types(name, monkeypatch):
     taken = []
     monkeypatch.setattr(module, name, lambda *given: taken.append(given) or ("out", "lse"))
     function = getattr(tilewise, name)
-    names = list(inspect.signature(function).parameters)[1:]
+    names = [n for n in list(inspect.signature(function).parameters)[1:] if n != "head_dim_v"]
     function(np.zeros(1), **{each: each for each in names})  # each argument is its own name
     (given,) = taken
     seen = list(given[1 : -len(types)])  # k, v and the like
@@ -41,8 +41,21 @@ def test_tuples_have_the_order_of_their_types(name, monkeypatch):
                 assert value == RENAMED.get(field, field)
                 seen.append(value)
             else:  # a field that this function passes elsewhere, or lacks
-                assert kind is Request and value == Request._field_defaults[field]
+                assert field == "head_dim_v" or kind is Request
+                assert value == kind._field_defaults[field]
     assert sorted(seen) == sorted(names)
+
+
+def test_head_dim_v_of_a_latent_cache(monkeypatch):
+    """It excludes v_cache, so it is in no call of the test above."""
+    taken = []
+    monkeypatch.setattr(
+        _kvcache_numpy, "attention_with_kvcache", lambda *given: taken.append(given) or ("o", "l")
+    )
+    tilewise.attention_with_kvcache(np.zeros(1), "k_cache", k="k", head_dim_v=7)
+    (given,) = taken
+    assert given[1:3] == ("k_cache", None)
+    assert NewKeys(*given[3]).v == "k" and CacheLayout(*given[4]).head_dim_v == 7
 
 
 def test_kind_of_array_chooses_the_backend():
