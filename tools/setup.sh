@@ -13,6 +13,9 @@
 #   tools/setup.sh gtest             installs GoogleTest headers and library
 #   tools/setup.sh ccache            installs ccache
 #   tools/setup.sh clang             installs Clang with its sanitizers and libFuzzer
+#   tools/setup.sh aarch64           prints a folder with libraries, GoogleTest, Python, NumPy and pytest for 64-bit Arm,
+#                                   in build/aarch64-root (200 MB); installs the cross compiler and QEMU
+#   tools/setup.sh aarch64-torch     adds torch to that folder (150 MB)
 #   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, nvcc in PATH, or one downloaded from
 #                                   PyPI into build/nvcc (100 MB; compiling needs neither a driver nor a GPU)
 #   tools/setup.sh cuobjdump         prints the path of cuobjdump; downloads it and nvdisasm if missing
@@ -150,6 +153,50 @@ get_clang() {
     apt_install clang libclang-rt-dev
 }
 
+# install_for_aarch64 ROOT REQUIREMENT...: packages from PyPI for the Python in ROOT.
+install_for_aarch64() {
+  local root=$1 version
+  shift
+  version=$(readlink "$root/usr/bin/python3")
+  "$python" -m pip install --quiet --target "$root/usr/lib/python3/dist-packages" --only-binary=:all: \
+    --python-version "${version#python}" --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+    -c tools/constraints.txt "$@" >&2
+}
+
+# What a program for 64-bit Arm finds under QEMU: Debian's libraries and Python, and packages from PyPI. apt downloads
+# with lists of its own, so the machine's package database does not learn of another architecture.
+find_aarch64_root() {
+  local root=$PWD/build/aarch64-root apt=$PWD/build/aarch64-apt package options
+  command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null ||
+    apt_install g++-aarch64-linux-gnu qemu-user-static
+  if [ ! -f "$root/.ready" ]; then
+    say "fetching Debian's libraries and Python for 64-bit Arm into $root"
+    mkdir -p "$apt"/{lists,cache/archives}/partial "$root"
+    : >"$apt/status"
+    options=(-qq -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o "Dir::State::Lists=$apt/lists"
+      -o "Dir::State::status=$apt/status" -o "Dir::Cache=$apt/cache" -o Debug::NoLocking=1)
+    apt-get "${options[@]}" update >&2
+    apt-get "${options[@]}" --yes --no-install-recommends --download-only install \
+      libstdc++6 libgtest-dev python3 >&2
+    for package in "$apt"/cache/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
+    rm -r "$apt"
+    install_for_aarch64 "$root" numpy ml_dtypes pytest hypothesis
+    touch "$root/.ready"
+  fi
+  echo "$root"
+}
+
+# The last torch whose wheel for Arm needs no CUDA. pip reads the requirements of torch as if this machine were meant, so
+# they are named.
+get_aarch64_torch() {
+  local root
+  root=$(find_aarch64_root)
+  [ -d "$root/usr/lib/python3/dist-packages/torch" ] && return
+  say "fetching torch for 64-bit Arm from PyPI"
+  install_for_aarch64 "$root" --no-deps torch==2.10.0
+  install_for_aarch64 "$root" sympy networkx jinja2 fsspec filelock typing_extensions
+}
+
 # The CUDA release that compiles the kernels if the machine has no toolkit. PyPI has cuobjdump from 13.2 on, which reads
 # the code of older compilers.
 readonly cuda_release=13.0
@@ -232,7 +279,9 @@ case ${1:-} in
   gtest) get_gtest ;;
   ccache) get_ccache ;;
   clang) get_clang ;;
+  aarch64) find_aarch64_root ;;
+  aarch64-torch) get_aarch64_torch ;;
   nvcc) find_nvcc ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, ccache, clang, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, ccache, clang, aarch64, aarch64-torch, nvcc, cuobjdump" ;;
 esac

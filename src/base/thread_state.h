@@ -7,10 +7,17 @@
 
 namespace tilewise {
 
-// The controls of floating-point arithmetic. On x86-64 that is MXCSR alone, which takes 20 cycles
-// to exchange; the standard functions, which also handle the x87 unit, take 200.
+// The controls and the exception flags of floating-point arithmetic. On x86-64 that is MXCSR alone,
+// which takes 20 cycles to exchange; the standard functions, which also handle the x87 unit, take
+// 200. On Arm the standard functions do not reset all controls: glibc treats those that are newer
+// than it as reserved.
 #if defined(__x86_64__)
 using FloatState = uint32_t;
+#elif defined(__aarch64__)
+struct FloatState {
+  uint64_t fpcr;  // controls
+  uint64_t fpsr;  // flags
+};
 #else
 using FloatState = std::fenv_t;
 #endif

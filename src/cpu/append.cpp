@@ -105,9 +105,9 @@ void rotate_head(const T* x, Y* y, const Rotation& r, int64_t rotary_dim, bool i
     }
   }
   if constexpr (std::is_same_v<Y, Float8>) {
-    for (int64_t i = 0; i < rotary_dim; ++i) out[i] /= descale;
+    for (int64_t i = 0; i < 2 * half; ++i) out[i] /= descale;
   }
-  for (int64_t i = 0; i < rotary_dim; ++i) y[i] = from_float<Y>(out[i]);
+  for (int64_t i = 0; i < 2 * half; ++i) y[i] = from_float<Y>(out[i]);
 }
 
 // y = x / descale, where descale is 1 unless y is float8_e4m3.

@@ -182,11 +182,12 @@ TEST(Loader, TrappedExceptionsAreMaskedDuringACall) {
   constexpr int kTrapped = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;
   Call call(library);
   feenableexcept(kTrapped);
+  const int wanted = fegetexcept();  // none on cores that cannot trap, as most of Arm's
   const bool correct = call.run();
   const int trapped = fegetexcept();
   fedisableexcept(FE_ALL_EXCEPT);
   EXPECT_TRUE(correct);
-  EXPECT_EQ(trapped, kTrapped);
+  EXPECT_EQ(trapped, wanted);
 }
 #endif
 

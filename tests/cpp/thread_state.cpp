@@ -20,6 +20,16 @@ struct Setting {
   std::function<void()> set;
 };
 
+#if defined(__aarch64__)
+#if defined(__clang__)
+uint64_t fpcr() { return __builtin_arm_rsr64("fpcr"); }
+void set_fpcr(uint64_t value) { __builtin_arm_wsr64("fpcr", value); }
+#else
+uint64_t fpcr() { return __builtin_aarch64_get_fpcr64(); }
+void set_fpcr(uint64_t value) { __builtin_aarch64_set_fpcr64(value); }
+#endif
+#endif
+
 std::vector<Setting> settings() {
   std::vector<Setting> all = {{"as the thread starts", [] {}},
                               {"upward", [] { std::fesetround(FE_UPWARD); }},
@@ -32,6 +42,14 @@ std::vector<Setting> settings() {
                  [] { __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | kFlushAndZero); }});
   all.push_back(
       {"exceptions trapped", [] { __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~kMasks); }});
+#elif defined(__aarch64__)
+  constexpr uint64_t kFlush = 1u << 24;       // FZ
+  constexpr uint64_t kDefaultNaN = 1u << 25;  // DN
+  constexpr uint64_t kOtherHalf = 1u << 26;   // AHP: fp16 without infinities and NaN
+  constexpr uint64_t kTraps = 0x1f00;         // ignored by cores that cannot trap
+  all.push_back({"subnormal numbers flushed", [] { set_fpcr(fpcr() | kFlush); }});
+  all.push_back({"other NaN and fp16", [] { set_fpcr(fpcr() | kDefaultNaN | kOtherHalf); }});
+  all.push_back({"exceptions trapped", [] { set_fpcr(fpcr() | kTraps); }});
 #endif
   return all;
 }
@@ -41,6 +59,8 @@ int control() {
 #if defined(__x86_64__)
   constexpr uint32_t kFlags = 0x3f;
   return static_cast<int>(__builtin_ia32_stmxcsr() & ~kFlags);
+#elif defined(__aarch64__)
+  return static_cast<int>(fpcr());
 #else
   return std::fegetround();
 #endif
@@ -48,6 +68,9 @@ int control() {
 
 // Whether arithmetic rounds to nearest, keeps subnormal numbers and continues after an exception.
 bool is_default() {
+#if defined(__aarch64__)
+  if (fpcr() != 0) return false;
+#endif
   volatile float one = 1.0f, minus = -1.0f, little = 1e-30f, subnormal = 1e-40f, zero = 0.0f;
   volatile float infinite = one / zero;
   return one + little == 1.0f && minus - little == -1.0f && one - little == 1.0f &&

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Compiles for 64-bit Arm and tests under QEMU's user mode, which has no timing worth measuring.
+#
+#   tools/test_aarch64.sh           the C++ suites; the self-test of `tilewise doctor` on every instruction set, which
+#                                   calls the library from NumPy; Python tests of instruction sets and gradients, whose
+#                                   buffers PyTorch allocates
+#   tools/test_aarch64.sh --quick   the suites of the C ABI and of the parts, and the self-test of the best set
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+quick=
+[ "${1:-}" = --quick ] && quick=1
+root=$(tools/setup.sh aarch64)
+arm=(qemu-aarch64-static -L "$root")
+export PYTHONPATH=python TILEWISE_LIBRARY_DIR=$PWD/build/aarch64
+
+cmake --preset aarch64 >/dev/null
+cmake --build --preset aarch64 -j "${JOBS:-$(nproc)}" | tail -n 1
+
+suites=(capi attention internal)
+# Loading the library 50 times takes half a minute under QEMU.
+[ -n "$quick" ] || suites+=(loader)
+# QEMU hangs in a fork beside a thread that starts other threads, as a program of ten lines shows, so the test that does
+# this is left out.
+for suite in "${suites[@]}"; do
+  "${arm[@]}" "build/aarch64/tests/cpp/test_$suite" --gtest_brief=1 --gtest_filter=-Loader.ForkedChildCanCall
+done
+ctest --test-dir build/aarch64 -L symbols --no-tests=error --output-on-failure | tail -n 3
+
+# A processor without BF16 instructions.
+found=$("${arm[@]}" -cpu neoverse-n1 "$root/usr/bin/python3" -c \
+  'from tilewise._library import c_library; print(c_library().tilewise_current_cpu().decode())')
+[ "$found" = neon ] || { echo "a Neoverse N1 uses $found, not neon" >&2 && exit 1; }
+
+"${arm[@]}" "$root/usr/bin/python3" -m tilewise doctor ${quick:+--isa neon_bf16}
+[ -n "$quick" ] && exit
+tools/setup.sh aarch64-torch
+"${arm[@]}" "$root/usr/bin/python3" -m pytest -q -p hypothesispytest tests/python/attention/test_{isa_grid,gradients}.py
