@@ -6,6 +6,8 @@
 # A new set needs a row here, a folder in src/cpu/isa/, and its requirements in the run-time check.
 set(avx512_flags -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(isa_portable_flags "")
+set(isa_neon_flags -march=armv8-a)
+set(isa_neon_bf16_flags -march=armv8.2-a+bf16)
 set(isa_avx2_flags -mavx2 -mfma -mf16c)
 set(isa_avx512_flags ${avx512_flags})
 set(isa_avx512_bf16_flags ${avx512_flags} -mavx512bf16)
@@ -13,6 +15,7 @@ set(isa_amx_flags ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
 # Sources of another set that serve the dtypes for which a set has no instructions (kernels_of_isa).
 set(isa_avx512_bf16_borrows avx512/float32 avx512/float16)
 set(isa_amx_borrows avx512/float32)
+set(isa_neon_bf16_borrows neon/float32 neon/float16)
 if(TILEWISE_AMX_EMULATOR) # tile instructions written in C++, found before the real ones
   set(isa_amx_flags ${isa_avx512_bf16_flags} -iquote "${PROJECT_SOURCE_DIR}/tests/amx_emulator")
   set_property(SOURCE "${PROJECT_SOURCE_DIR}/src/cpu/detect.cpp" APPEND
@@ -22,6 +25,8 @@ endif()
 set(tilewise_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
   list(APPEND tilewise_isas avx2 avx512 avx512_bf16 amx)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  list(APPEND tilewise_isas neon neon_bf16)
 endif()
 set(TILEWISE_CPU_ISAS "" CACHE STRING "Only these CPU instruction sets (empty: all)")
 if(TILEWISE_CPU_ISAS)

@@ -38,7 +38,8 @@ Row matrix_row(int32_t index) {
       if (row++ == index) found = {&family.facts, device, dtype, runs_here(family)};
     }
   };
-  for (const cpu::FamilyRow& family : dispatch::families().cpu) visit(family, TILEWISE_CPU);
+  for (const cpu::FamilyRow& family : dispatch::families().cpu)
+    if (exists_on(family.isa, cpu::kArchitecture)) visit(family, TILEWISE_CPU);
   for (const cuda::FamilyRow* family : dispatch::families().cuda) visit(*family, TILEWISE_CUDA);
   if (found.facts == nullptr)
     capi::refuse(TILEWISE_INVALID_ARGUMENT, "index is ", index, ": it must be 0 to ", row - 1);

@@ -10,13 +10,29 @@
 namespace tilewise::cpu {
 
 // Slowest first. The numbers index `kIsaNames` and the tables built from it.
-enum class Isa : int32_t { portable, avx2, avx512, avx512_bf16, amx };
-inline constexpr std::array<const char*, 5> kIsaNames = {"portable", "avx2", "avx512",
-                                                         "avx512_bf16", "amx"};
+enum class Isa : int32_t { portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx };
+inline constexpr std::array<const char*, 7> kIsaNames = {
+    "portable", "neon", "neon_bf16", "avx2", "avx512", "avx512_bf16", "amx"};
 
-// Whether this build has code for an instruction set, and whether this machine can run it (CPUID,
-// and XGETBV for the register state that the operating system saves). AMX also asks Linux for
-// permission, once.
+// The architectures with instruction sets of their own.
+enum class Architecture : int32_t { aarch64, x86_64, other };
+#if defined(__aarch64__)
+inline constexpr Architecture kArchitecture = Architecture::aarch64;
+#elif defined(__x86_64__)
+inline constexpr Architecture kArchitecture = Architecture::x86_64;
+#else
+inline constexpr Architecture kArchitecture = Architecture::other;
+#endif
+
+constexpr bool exists_on(Isa isa, Architecture architecture) {
+  if (isa == Isa::portable) return true;
+  const bool arm = isa == Isa::neon || isa == Isa::neon_bf16;
+  return architecture == (arm ? Architecture::aarch64 : Architecture::x86_64);
+}
+
+// Whether this build has code for an instruction set, and whether this machine can run it (on
+// x86-64 CPUID, and XGETBV for the register state that the operating system saves; on Arm what
+// Linux reports). AMX also asks Linux for permission, once.
 bool compiled(Isa isa);
 bool available(Isa isa);
 Isa best_available();

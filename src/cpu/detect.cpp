@@ -1,5 +1,5 @@
-// Detects the instruction sets that this build has and this machine can run. It uses CPUID and
-// XGETBV directly: compilers' built-in checks do not know all of these (Clang 14 rejects
+// Detects the instruction sets that this build has and this machine can run. On x86-64 it uses
+// CPUID and XGETBV directly: compilers' built-in checks do not know all of these (Clang 14 rejects
 // "amx-bf16"), and none requests the AMX tile state from Linux.
 #include "cpu/backend.h"
 
@@ -8,6 +8,8 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace tilewise::cpu {
@@ -72,6 +74,9 @@ bool detect(Isa isa) {
   switch (isa) {
     case Isa::portable:
       return true;
+    case Isa::neon:
+    case Isa::neon_bf16:
+      return false;
     case Isa::avx2:
       return avx2;
     case Isa::avx512:
@@ -88,12 +93,34 @@ bool detect(Isa isa) {
   return false;
 }
 
+#elif defined(__aarch64__)
+
+// Every 64-bit Arm processor that runs a general operating system has NEON.
+bool detect(Isa isa) {
+  if (isa == Isa::portable || isa == Isa::neon) return true;
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1u << 14;  // HWCAP2_BF16, which older headers lack
+  if (isa == Isa::neon_bf16) return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#endif
+  return false;
+}
+
+#else
+
+bool detect(Isa isa) { return isa == Isa::portable; }
+
 #endif
 
 }  // namespace
 
 bool compiled(Isa isa) {
   switch (isa) {
+#if defined(TILEWISE_ISA_NEON)
+    case Isa::neon:
+#endif
+#if defined(TILEWISE_ISA_NEON_BF16)
+    case Isa::neon_bf16:
+#endif
 #if defined(TILEWISE_ISA_AVX2)
     case Isa::avx2:
 #endif
@@ -114,16 +141,12 @@ bool compiled(Isa isa) {
 }
 
 bool available(Isa isa) {
-#if defined(__x86_64__)
   static const std::array<bool, kIsaNames.size()> known = [] {
     std::array<bool, kIsaNames.size()> result{};
     for (size_t i = 0; i < result.size(); ++i) result[i] = detect(static_cast<Isa>(i));
     return result;
   }();
   return known[static_cast<size_t>(isa)];
-#else
-  return isa == Isa::portable;
-#endif
 }
 
 Isa best_available() {
@@ -135,6 +158,8 @@ Isa best_available() {
   if (available(Isa::avx512)) return Isa::avx512;
   if (available(Isa::avx2)) return Isa::avx2;
 #endif
+  if (available(Isa::neon_bf16)) return Isa::neon_bf16;
+  if (available(Isa::neon)) return Isa::neon;
   return Isa::portable;
 }
 

@@ -27,6 +27,8 @@ constexpr FamilyRow row(const char* name, DtypeSet gains, const char* requires_)
 
 constexpr FamilyRow kFamilies[] = {
     row<Isa::portable>("cpu.portable", kFloatDtypes, "nothing: runs anywhere"),
+    row<Isa::neon>("cpu.neon", kFloatDtypes, "NEON"),
+    row<Isa::neon_bf16>("cpu.neon_bf16", DtypeSet::of(TILEWISE_BFLOAT16), "NEON with BF16"),
     row<Isa::avx2>("cpu.avx2", kFloatDtypes, "AVX2, FMA and F16C"),
     row<Isa::avx512>("cpu.avx512", kFloatDtypes, "AVX-512 F, BW, DQ and VL"),
     row<Isa::avx512_bf16>("cpu.avx512_bf16", DtypeSet::of(TILEWISE_BFLOAT16), "AVX512-BF16"),

@@ -23,6 +23,7 @@ class IsaSet {
 
 // A CPU as the planner knows it.
 struct Machine {
+  Architecture architecture = kArchitecture;
   IsaSet compiled;             // instruction sets that this build has code for
   IsaSet runnable;             // instruction sets that the machine executes
   std::optional<Isa> forced;   // the only one to use
@@ -45,7 +46,7 @@ Isa instruction_set(const Machine& machine);
 struct FamilyRow {
   FamilyFacts facts;
   Isa isa;
-  DtypeSet gains;  // dtypes for which it is faster than the row before it
+  DtypeSet gains;  // dtypes for which it is faster than the row before it that the machine has
 
   // Why the family does not serve a request that it computes.
   WhyNot (*why_not)(const Request& request, const Machine& machine);

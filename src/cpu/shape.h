@@ -56,6 +56,24 @@ constexpr Shape amx_shape_of(int32_t dtype) {
           .back_keys = 1024};
 }
 
+// A register block of 8 rows and 12 lanes takes 24 of the 32 registers. S^T of one panel and
+// one tile is 6 KB, and no benchmark has chosen the other sizes.
+constexpr Shape neon_shape(int pair) {
+  return {.engine = pair == 2 ? "dot" : "fma",
+          .lanes = 4,
+          .panel = 12,
+          .rows = 8,
+          .pair = pair,
+          .units = 1,
+          .parts = 1,
+          .tile_q = 96,
+          .large_tile_q = 96,
+          .tile_k = 128,
+          .strip = 128,
+          .back_q = 48,
+          .back_keys = 256};
+}
+
 // With the vector engines, S^T of one panel and one tile stays in the L1 cache (128 keys of 48
 // lanes: 24 KB). With AMX longer tiles are faster, because sums of O stay in tile registers for
 // longer, but only a strip of scores (8 KB) is in memory at a time. Computing the scores of the
@@ -90,6 +108,10 @@ constexpr Shape shape_of(Isa isa, int32_t dtype) {
               .strip = 128,
               .back_q = 32,
               .back_keys = 256};
+    case Isa::neon:
+      return neon_shape(1);
+    case Isa::neon_bf16:
+      return neon_shape(dtype == TILEWISE_BFLOAT16 ? 2 : 1);
     case Isa::avx2:
       return {.engine = "fma",
               .lanes = 8,

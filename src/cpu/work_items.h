@@ -19,10 +19,18 @@ struct KernelsByDtype {
   const Kernels* (*bfloat16)();
 };
 
-// `isa` must be compiled (cpu/backend.h). AVX512-BF16 adds bf16 dot products alone, and AMX has no
-// fp32 products, so the dtypes that gain nothing use the AVX-512 kernels.
+// `isa` must be compiled (cpu/backend.h). AVX512-BF16 and Arm's BF16 add bf16 dot products alone,
+// and AMX has no fp32 products, so the dtypes that gain nothing use the AVX-512 or NEON kernels.
 inline KernelsByDtype kernels_of_isa(Isa isa) {
   switch (isa) {
+#if defined(TILEWISE_ISA_NEON)
+    case Isa::neon:
+      return {neon_float32, neon_float16, neon_bfloat16};
+#endif
+#if defined(TILEWISE_ISA_NEON_BF16)
+    case Isa::neon_bf16:
+      return {neon_float32, neon_float16, neon_bf16_bfloat16};
+#endif
 #if defined(TILEWISE_ISA_AVX2)
     case Isa::avx2:
       return {avx2_float32, avx2_float16, avx2_bfloat16};

@@ -10,6 +10,7 @@ const cpu::FamilyRow* faster_than(const cpu::FamilyRow& chosen, const Request& r
                                   const Device& device) {
   for (const cpu::FamilyRow& row : families_of(device).cpu) {
     if (row.isa <= chosen.isa || !row.facts.computes(request)) continue;
+    if (!exists_on(row.isa, device.cpu.architecture)) continue;
     const bool known_slower = cpu::usable(device.cpu, row.isa) && !worth_using(device.cpu, row.isa);
     if (row.gains.contains(request.dtypes.q) && !known_slower) return &row;
   }

@@ -27,6 +27,7 @@ const cpu::IsaSet kEverything =
 
 Device cpu_with(std::initializer_list<Isa> runnable, int32_t threads = 8) {
   Device device;
+  device.cpu.architecture = cpu::Architecture::x86_64;
   device.cpu.compiled = kEverything;
   device.cpu.runnable = set_of(runnable);
   device.cpu.threads = threads;
@@ -39,8 +40,20 @@ const Device kZen4 = cpu_with({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx51
 const Device kSapphireRapids =
     cpu_with({Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx});
 
-Device arm_machine() {
+Device arm_with(std::initializer_list<Isa> runnable) {
   Device device;
+  device.cpu.architecture = cpu::Architecture::aarch64;
+  device.cpu.compiled = set_of({Isa::portable, Isa::neon, Isa::neon_bf16});
+  device.cpu.runnable = set_of(runnable);
+  return device;
+}
+
+const Device kGraviton2 = arm_with({Isa::portable, Isa::neon});
+const Device kGrace = arm_with({Isa::portable, Isa::neon, Isa::neon_bf16});
+
+Device without_architecture() {
+  Device device;
+  device.cpu.architecture = cpu::Architecture::other;
   device.cpu.compiled = device.cpu.runnable = set_of({Isa::portable});
   return device;
 }
@@ -93,8 +106,15 @@ struct Golden {
 TEST(Planner, ChoosesAndSaysWhy) {
   const char* const nothing_faster = ": no family of the library is faster for this dtype";
   const Golden cases[] = {
-      {"Arm", arm_machine(), TILEWISE_FLOAT32, "cpu.portable.forward.f32",
-       ": cpu.avx2 would be faster, but this build has no avx2"},
+      {"neither x86 nor Arm", without_architecture(), TILEWISE_FLOAT32, "cpu.portable.forward.f32",
+       nothing_faster},
+      {"Graviton 2", kGraviton2, TILEWISE_FLOAT32, "cpu.neon.forward.f32", nothing_faster},
+      {"Graviton 2", kGraviton2, TILEWISE_BFLOAT16, "cpu.neon.forward.bf16",
+       ": cpu.neon_bf16 would be faster, but this machine lacks NEON with BF16"},
+      {"Grace", kGrace, TILEWISE_FLOAT16, "cpu.neon_bf16.forward.f16", nothing_faster},
+      {"Grace", kGrace, TILEWISE_BFLOAT16, "cpu.neon_bf16.forward.bf16", nothing_faster},
+      {"Grace, forced", forced(kGrace, Isa::portable), TILEWISE_BFLOAT16,
+       "cpu.portable.forward.bf16", ": forced, cpu.neon would be faster"},
       {"Haswell", kHaswell, TILEWISE_FLOAT32, "cpu.avx2.forward.f32",
        ": cpu.avx512 would be faster, but this machine lacks AVX-512 F, BW, DQ and VL"},
       {"Skylake", kSkylake, TILEWISE_FLOAT32, "cpu.avx512.forward.f32", nothing_faster},
@@ -334,7 +354,7 @@ TEST(Planner, WorkspaceSizeDoesNotWrap) {
 TEST(Families, FamilyRunsWhereItsRequirementsAreMet) {
   EXPECT_TRUE(can_run(families().of(Isa::amx), kSapphireRapids));
   EXPECT_FALSE(can_run(families().of(Isa::amx), kZen4));
-  EXPECT_FALSE(can_run(families().of(Isa::avx2), arm_machine()));
+  EXPECT_FALSE(can_run(families().of(Isa::avx2), kGrace));
   const cuda::FamilyRow& simt = cuda::simt::kFamily;
   const cuda::FamilyRow& mma_sync = cuda::mma_sync::kFamily;
   const cuda::FamilyRow& wgmma = cuda::wgmma::kFamily;

@@ -24,10 +24,10 @@ struct DotProducts {
   static constexpr int kParts = Reader::kParts;
   static constexpr int kColumns = Reader::kColumns;
   // Accumulators kept in registers: half of the registers, as the other half holds operands.
-  static constexpr int kSums = W == 16 ? 16 : 8;
-  // Rows whose sums with V are kept in registers. Without AVX-512 there are 16 registers, and half
-  // of the sums of 8 rows would spill.
-  static constexpr int kRowsOfValues = W == 16 ? 8 : 4;
+  static constexpr int kSums = kRegisters / 2;
+  // Rows whose sums with V are kept in registers. With 16 registers, half of the sums of 8 rows
+  // would spill.
+  static constexpr int kRowsOfValues = kRegisters / 4;
   // Reads of V whose sums for `rows` rows fit into the registers.
   TILEWISE_FN static constexpr int reads_at_once(int rows) {
     return max(1, min(8, kSums / rows) / kParts);

@@ -80,7 +80,7 @@ struct FmaEngine {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TILEWISE_BF16_DOT)
 // Two bf16 products per lane with fp32 sums.
 template <Isa kIsa>
 struct DotEngine {

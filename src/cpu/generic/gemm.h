@@ -1,4 +1,5 @@
-// Matrix products on the vector units, by fp32 FMA or by vdpbf16ps, which multiplies pairs of bf16.
+// Matrix products on the vector units, by fp32 FMA or by an instruction that multiplies pairs of
+// bf16 (vdpbf16ps, bfdot).
 #pragma once
 
 #include "cpu/generic/simd.h"
@@ -28,19 +29,18 @@ struct Fma {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TILEWISE_BF16_DOT)
 struct Dot {
   static constexpr int kPair = 2;
   TILEWISE_FN static F multiply_add(F acc, U a, U b) {
-    return reinterpret_cast<F>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
-                                                reinterpret_cast<__m512bh>(a),
-                                                reinterpret_cast<__m512bh>(b)));
+    return dot_bf16(acc, reinterpret_cast<H2>(a), reinterpret_cast<H2>(b));
   }
 };
 #endif
 
 // One register block: R rows of C by V vectors. R * V accumulators, V vectors of B and one
-// broadcast of A are live: 24 + 3 + 1 of 32 registers with AVX-512, 12 + 3 + 1 of 16 with AVX2.
+// broadcast of A are live: 24 + 3 + 1 of 32 registers with AVX-512 and NEON, 12 + 3 + 1 of 16
+// with AVX2.
 template <class Op, int R, int V>
 TILEWISE_FN void register_block(float* c, int64_t ldc, bool accumulate, const uint32_t* a,
                                 int64_t a_row, int64_t a_unit, const uint32_t* b, int64_t ldb,

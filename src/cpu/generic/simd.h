@@ -17,6 +17,8 @@
 #else
 #include <immintrin.h>
 #endif
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "base/float8.h"
@@ -32,6 +34,13 @@ inline constexpr int W = 16;
 inline constexpr int W = 8;
 #else
 inline constexpr int W = 4;
+#endif
+
+// Vector registers.
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+inline constexpr int kRegisters = 32;
+#else
+inline constexpr int kRegisters = 16;
 #endif
 
 // Whether the compiler fuses a product and a sum into one instruction with one rounding.
@@ -89,6 +98,8 @@ TILEWISE_FN bool any(I mask) {
          0;
 #elif defined(__AVX2__)
   return _mm256_testz_si256(reinterpret_cast<__m256i>(mask), reinterpret_cast<__m256i>(mask)) == 0;
+#elif defined(__ARM_NEON)
+  return vmaxvq_u32(reinterpret_cast<uint32x4_t>(mask)) != 0;
 #else
   int32_t all = 0;
   for (int i = 0; i < W; ++i) all |= mask[i];
@@ -186,6 +197,8 @@ TILEWISE_FN F to_fp32(const Half* p) {
   return reinterpret_cast<F>(_mm512_cvtph_ps(load_as<__m256i>(p)));
 #elif defined(__AVX2__)
   return reinterpret_cast<F>(_mm256_cvtph_ps(load_as<__m128i>(p)));
+#elif defined(__ARM_NEON)
+  return reinterpret_cast<F>(vcvt_f32_f16(load_as<float16x4_t>(p)));
 #else
   F v;
   for (int i = 0; i < W; ++i) v[i] = to_float(p[i]);
@@ -196,7 +209,7 @@ TILEWISE_FN F to_fp32(const Half* p) {
 // The same conversion as for scalars (base/float8.h). Machines that convert fp16 use this: the bits
 // of a float8_e4m3, shifted left by seven, are an fp16 number that is 2^8 times smaller, also for
 // subnormal numbers.
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__AVX2__) || defined(__AVX512F__) || defined(__ARM_NEON)
 inline constexpr float kFloat8Unit = 256.0f;
 
 template <class Halves>
@@ -210,8 +223,11 @@ TILEWISE_FN Halves half_of_float8(Halves with_copies_of_the_sign) {
 TILEWISE_FN F to_fp32(const Float8* p) {
 #if defined(__AVX512F__)
   const H bits = half_of_float8(reinterpret_cast<H>(_mm256_cvtepi8_epi16(load_as<__m128i>(p))));
-#else
+#elif defined(__AVX2__)
   const H bits = half_of_float8(reinterpret_cast<H>(_mm_cvtepi8_epi16(_mm_loadu_si64(p))));
+#else
+  const int8x8_t bytes = vreinterpret_s8_u32(vdup_n_u32(load_as<uint32_t>(p)));
+  const H bits = half_of_float8(reinterpret_cast<H>(vget_low_s16(vmovl_s8(bytes))));
 #endif
   return to_fp32(reinterpret_cast<const Half*>(&bits)) * kFloat8Unit;
 }
@@ -230,8 +246,10 @@ TILEWISE_FN void to_fp32(H2 halves, F (&part)[2], std::integer_sequence<int, J..
 TILEWISE_FN void to_fp32_units(const Float8* p, F (&part)[2]) {
 #if defined(__AVX512F__)
   const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm512_cvtepi8_epi16(load_as<__m256i>(p))));
-#else
+#elif defined(__AVX2__)
   const H2 bits = half_of_float8(reinterpret_cast<H2>(_mm256_cvtepi8_epi16(load_as<__m128i>(p))));
+#else
+  const H2 bits = half_of_float8(reinterpret_cast<H2>(vmovl_s8(load_as<int8x8_t>(p))));
 #endif
   to_fp32(bits, part, std::make_integer_sequence<int, W>{});
 }
@@ -268,6 +286,8 @@ TILEWISE_FN void from_fp32(float* p, F v) { store(p, v); }
 TILEWISE_FN void from_fp32(BFloat16* p, F v) {
 #if defined(__AVX512BF16__)
   store_as(p, _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  store_as(p, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(v)));
 #else
   store_as(p, __builtin_convertvector(bf16_bits(v), H));
 #endif
@@ -281,16 +301,55 @@ TILEWISE_FN U interleave_bf16(F low, F high) {
   return reinterpret_cast<U>(__builtin_shufflevector(halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4,
                                                      20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26,
                                                      11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const H first = reinterpret_cast<H>(vcvt_bf16_f32(reinterpret_cast<float32x4_t>(low)));
+  const H second = reinterpret_cast<H>(vcvt_bf16_f32(reinterpret_cast<float32x4_t>(high)));
+  return reinterpret_cast<U>(__builtin_shufflevector(first, second, 0, 4, 1, 5, 2, 6, 3, 7));
 #else
   return bf16_bits(low) | (bf16_bits(high) << 16);
 #endif
 }
+
+// Instructions for pairs of bf16: `dot_bf16` adds the two products of every unit to its lane, and
+// `pairs_low` and `pairs_high` pair the first and the last four of every 8 numbers of a and b.
+#if defined(__AVX512BF16__)
+#define TILEWISE_BF16_DOT 1
+TILEWISE_FN F dot_bf16(F sum, H2 a, H2 b) {
+  return reinterpret_cast<F>(_mm512_dpbf16_ps(
+      reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+}
+TILEWISE_FN H2 pairs_low(H2 a, H2 b) {
+  return reinterpret_cast<H2>(
+      _mm512_unpacklo_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+TILEWISE_FN H2 pairs_high(H2 a, H2 b) {
+  return reinterpret_cast<H2>(
+      _mm512_unpackhi_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define TILEWISE_BF16_DOT 1
+TILEWISE_FN F dot_bf16(F sum, H2 a, H2 b) {
+  return reinterpret_cast<F>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum),
+                                         reinterpret_cast<bfloat16x8_t>(a),
+                                         reinterpret_cast<bfloat16x8_t>(b)));
+}
+TILEWISE_FN H2 pairs_low(H2 a, H2 b) {
+  return reinterpret_cast<H2>(
+      vzip1q_u16(reinterpret_cast<uint16x8_t>(a), reinterpret_cast<uint16x8_t>(b)));
+}
+TILEWISE_FN H2 pairs_high(H2 a, H2 b) {
+  return reinterpret_cast<H2>(
+      vzip2q_u16(reinterpret_cast<uint16x8_t>(a), reinterpret_cast<uint16x8_t>(b)));
+}
+#endif
 
 TILEWISE_FN void from_fp32(Half* p, F v) {
 #if defined(__AVX512F__)
   store_as(p, _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__)
   store_as(p, _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON)
+  store_as(p, vcvt_f16_f32(reinterpret_cast<float32x4_t>(v)));
 #else
   for (int i = 0; i < W; ++i) p[i] = from_float<Half>(v[i]);
 #endif

@@ -41,11 +41,11 @@ TILEWISE_FN V repeated(const T* from) {
   }
 }
 
-// One read: kParts * W neighbouring elements as kParts vectors of fp32. Half has two parts, 64
-// bytes, where there are enough registers for the sums of both.
+// One read: kParts * W neighbouring elements as kParts vectors of fp32. Half has two parts
+// where there are enough registers for the sums of both.
 template <class T>
 struct Widened {
-  static constexpr int kParts = sizeof(T) == 2 && W == 16 ? 2 : 1;
+  static constexpr int kParts = sizeof(T) == 2 && kRegisters == 32 ? 2 : 1;
   TILEWISE_FN static void read(const T* from, F (&part)[kParts]) {
     for (int i = 0; i < kParts; ++i) part[i] = to_fp32(from + i * W);
   }
@@ -112,7 +112,7 @@ struct Stream {
   };
   // Keys whose weights are applied together: with 16 registers, two would leave too few for the
   // sums.
-  static constexpr int kKeys = W == 16 ? 2 : 1;
+  static constexpr int kKeys = kRegisters == 32 ? 2 : 1;
   struct Values {
     Read of[kKeys];
   };
@@ -169,7 +169,7 @@ struct Stream {
   TILEWISE_FN static void in_order(F (&sum)[kParts]) { Widened<T>::in_order(sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TILEWISE_BF16_DOT)
 // Two bf16 products per lane with fp32 sums: of neighbouring columns in q k, of two keys in p v.
 template <>
 struct Stream<BFloat16> {
@@ -196,11 +196,7 @@ struct Stream<BFloat16> {
     return read(FirstElements<BFloat16, kColumns>(from, n).data);
   }
   TILEWISE_FN static void negate(Read& r) { r ^= static_cast<uint16_t>(0x8000); }
-  TILEWISE_FN static F multiply_add(F sum, H2 a, H2 b) {
-    return reinterpret_cast<F>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
-                                                reinterpret_cast<__m512bh>(a),
-                                                reinterpret_cast<__m512bh>(b)));
-  }
+  TILEWISE_FN static F multiply_add(F sum, H2 a, H2 b) { return dot_bf16(sum, a, b); }
   TILEWISE_FN static F dot(F sum, Read q, Read k) { return multiply_add(sum, q, k); }
 
   // A weight is half as wide as a score, so no score is overwritten before it has been read.
@@ -211,10 +207,7 @@ struct Stream<BFloat16> {
     return to_float(load_as<BFloat16>(reinterpret_cast<const BFloat16*>(row) + key));
   }
   TILEWISE_FN static Values values(const Read (&read)[kKeys]) {
-    return {reinterpret_cast<H2>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(read[0]),
-                                                       reinterpret_cast<__m512i>(read[1]))),
-            reinterpret_cast<H2>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(read[0]),
-                                                       reinterpret_cast<__m512i>(read[1])))};
+    return {pairs_low(read[0], read[1]), pairs_high(read[0], read[1])};
   }
   TILEWISE_FN static void weigh(F (&sum)[kParts], const Values& v, const float* row, int64_t key) {
     const U pair = U{} + load_as<uint32_t>(reinterpret_cast<const BFloat16*>(row) + key);
@@ -222,12 +215,20 @@ struct Stream<BFloat16> {
     sum[1] = multiply_add(sum[1], v.high, reinterpret_cast<H2>(pair));
   }
   TILEWISE_FN static void in_order(F (&sum)[kParts]) {
+    in_order(sum, std::make_integer_sequence<int, W>{});
+  }
+
+ private:
+  // The lane, of both vectors together, that holds the sum of a column.
+  static constexpr int lane_of(int column) {
+    return column / 8 * 4 + column / 4 % 2 * W + column % 4;
+  }
+  template <int... J>
+  TILEWISE_FN static void in_order(F (&sum)[kParts], std::integer_sequence<int, J...>) {
     const F low = sum[0];
     const F high = sum[1];
-    sum[0] =
-        __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    sum[1] = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28,
-                                     29, 30, 31);
+    sum[0] = __builtin_shufflevector(low, high, lane_of(J)...);
+    sum[1] = __builtin_shufflevector(low, high, lane_of(W + J)...);
   }
 };
 #endif

@@ -121,6 +121,10 @@ struct Kernels {
 const Kernels* portable_float32();
 const Kernels* portable_float16();
 const Kernels* portable_bfloat16();
+const Kernels* neon_float32();
+const Kernels* neon_float16();
+const Kernels* neon_bfloat16();
+const Kernels* neon_bf16_bfloat16();
 const Kernels* avx2_float32();
 const Kernels* avx2_float16();
 const Kernels* avx2_bfloat16();

@@ -16,7 +16,7 @@ import capi
 from cases import Built, Case, run
 from paths import IMPORTS
 
-KNOWN = ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
+KNOWN = ["portable", "neon", "neon_bf16", "avx2", "avx512", "avx512_bf16", "amx"]
 CASE = Case(
     rows=(70,), keys=(90,), heads_kv=2, group=2, head_dim=40, head_dim_v=72, window=(-1, 0),
     softcap=5.0, sinks=True, dropout_p=0.1,
@@ -39,14 +39,16 @@ def test_availability_matches_proc_cpuinfo():
         (
             set(line.split(":")[1].split())
             for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("flags")
+            if line.startswith(("flags", "Features"))  # x86, Arm
         ),
         None,
     )
     if flags is None:
-        pytest.skip("no x86 flags here")
+        pytest.skip("neither x86 nor Arm")
     needs = {
         "portable": set(),
+        "neon": {"asimd"},
+        "neon_bf16": {"asimd", "bf16"},
         "avx2": {"avx2", "fma", "f16c"},
         "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
         "avx512_bf16": {"avx512_bf16"},
