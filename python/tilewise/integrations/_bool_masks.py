@@ -21,10 +21,10 @@ from ._masks import computes_masks
 
 MIN_ROWS = 1024  # below, a call takes less time than looking at its mask may save
 
-# Nanoseconds a pair on one core of a Zen 5 with AVX-512: conversion, 2.0 (blocks all full or hidden)
-# to 3.2 (all partial) per matrix; attention in fp32 with heads of 64, 8.2 per head with a bias, and
-# 6.5 per head with blocks if all are partial. Attention takes longer with more head dimensions and
-# in a backward, so that the rule below is careful. Finding the visible blocks takes 0.05.
+# Nanoseconds a pair on one core of a Zen 5: conversion, 2.0 (blocks all full or hidden) to 3.2
+# (all partial) per matrix; attention in fp32 with heads of 64, 8.2 per head with a bias, and 6.5
+# per head with blocks if all are partial. Attention takes longer with more head dimensions and in
+# a backward, so that the rule below is careful. Finding the visible blocks takes 0.05.
 _CONVERT, _WITH_BIAS, _WITH_BLOCKS = 3.2, 8.2, 6.5
 
 _known: Any = WeakTensorKeyDictionary()  # mask: (its version, heads per matrix, Blocks or None)
