@@ -79,7 +79,8 @@ def _cache(name: str, value: Any, writes: bool) -> Array:
             f"{name} is a {type(value).__name__}, which NumPy copies, but k and v must be written "
             "to it: only a NumPy array, or an object whose memory NumPy can view, is allowed"
         )
-    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    # NumPy gives an empty array strides of 0.
+    if array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         raise ValueError(
             f"{name} has stride {array.strides[-1]} bytes in its last dimension, but must be "
             "contiguous there"
@@ -154,7 +155,7 @@ def _check_arrays(
     if starts is not None and len(starts) < 1:
         raise ValueError("cu_seqlens_q is empty, but must be [batch + 1]")
     packed = None if starts is None else len(starts) - 1
-    pool = layout.indices is not None
+    pool = layout.indices is not None and not writes
     batch = check_cache(q, k_cache, v_cache, table, index, packed, pool)
     arrays: dict[str, Array] = {}
     for name, given, value, dims in (

@@ -200,14 +200,15 @@ def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: i
 
 
 def prepare(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request, layout: CacheLayout
-) -> Options:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request,
+    layout: CacheLayout, appends: bool = False,
+) -> Options:  # fmt: skip
     """The options of a checked problem without its new keys, which seqused_k does not count."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     starts = index_tensor("cu_seqlens_q", layout.cu_seqlens_q, q.device)
     packed = None if starts is None else batch_of(starts)
     table = index_tensor("block_table", layout.block_table, q.device)
-    pool = layout.indices is not None
+    pool = layout.indices is not None and not appends
     batch = check_cache(q, k_cache, v_cache, table, layout.cache_batch_idx, packed, pool)
     max_rows = layout.max_rows()
     if starts is not None and starts.device.type == "cpu" and _plain.is_eager():
@@ -277,14 +278,15 @@ def _general(
 ) -> tuple[Tensor, Tensor]:
     """``attention_with_kvcache`` with any options, and with an append."""
     _selected.check_options(layout, new, request)
-    options = prepare(q, k_cache, v_cache, new.lengths, request, layout)
+    appends = new.k is not None
+    options = prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
     indices = index_tensor("indices", layout.indices, q.device)
     if indices is not None:
         _check.shape("indices", indices, (*q.shape[:-2], None), "[rows of q, selected keys]")
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
-    if columns > 0 and new.k is not None:
+    if columns > 0 and appends:
         appended, new = _latent.divided(q, k_cache, new, as_array("k", new.k), columns)
     if _check.flag("check", layout.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():

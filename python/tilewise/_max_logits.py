@@ -1,7 +1,7 @@
 """Calls, derivatives and vmap of the PyTorch operator ``forward_max_logits``.
 
-It is ``forward`` with a third result, the largest logits, which has no derivative. Those of out and
-lse are the same as without it.
+It is ``forward`` with a third result, the largest logits, which has no derivative. The derivatives
+of out and lse are those of ``forward``.
 """
 
 from __future__ import annotations

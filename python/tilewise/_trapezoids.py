@@ -68,8 +68,10 @@ def to_ranges(set_: Set) -> npt.NDArray[np.int32]:
     enters it. Between these cuts both ends of the keys either follow a diagonal or do not.
     """
     first_row, end_row, first_key, end_key, low, high = set_.T
-    first_row = np.maximum(first_row, first_key - high)  # rows before see no key yet,
-    end_row = np.maximum(first_row, np.minimum(end_row, end_key - low))  # and these no key any more
+    # Rows above the first that the upper diagonal lets see a key, and rows below the last that the
+    # lower diagonal lets see one, are left out.
+    first_row = np.maximum(first_row, first_key - high)
+    end_row = np.maximum(first_row, np.minimum(end_row, end_key - low))
     leaves, enters = end_key - high, first_key - low
     cuts = np.sort(np.clip([leaves, enters], first_row, end_row), axis=0)
     edges = [first_row, *cuts, end_row]

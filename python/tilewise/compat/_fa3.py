@@ -117,6 +117,7 @@ def _latent_keys(k: Tensor, v: Tensor) -> Optional[Tensor]:
         return None
     if (
         k.dtype != v.dtype
+        or v.stride(-1) != 1
         or k.shape[:-1] != v.shape[:-1]
         or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
         or k.storage_offset() != v.storage_offset() + v.shape[-1]

@@ -1,8 +1,8 @@
-"""Dense bool masks as ``tilewise.masks.Blocks``, where that pays.
+"""Dense bool masks as ``tilewise.masks.Blocks``, where that saves time.
 
-As a bias, a mask of rows x keys is read in full by every head, and nothing is skipped. As blocks,
-hidden blocks cost nothing. Reading the mask once into blocks costs about as much as a third of a
-head, and the blocks of a mask are kept as long as the mask exists and does not change.
+As a bias, a mask of rows x keys is read in full by every head, and nothing is skipped. In a mask of
+blocks the hidden ones cost nothing. Reading a mask once into blocks costs about as much as a third
+of a head, and the blocks are kept as long as the mask exists and does not change.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
         blocks are visible that converting it costs less than this call alone saves.
     """
     if not 2 <= mask.dim() <= 4 or mask.shape[-2] < MIN_ROWS or not computes_masks(mask.device):
+        return None
+    if mask.numel() == 0:
         return None
     version = None if mask.is_inference() else mask._version
     four = mask[(None,) * (4 - mask.dim())]

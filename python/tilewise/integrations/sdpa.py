@@ -186,11 +186,11 @@ def _attention_of_blocks(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` with a bool mask whose blocks pay.
+    """``scaled_dot_product_attention`` with a bool mask that is computed faster as blocks.
 
     Returns:
-        NotImplemented for all other calls, and for those that PyTorch would not give to its flash
-        backend.
+        The output; NotImplemented for all other calls, and for those that PyTorch would not give to
+        its flash backend.
     """
     mask = attn_mask
     if mask is None or mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-2] < MIN_ROWS:

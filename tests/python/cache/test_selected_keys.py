@@ -211,6 +211,10 @@ BAD = {
         dict(k_cache=torch.zeros(6, 20, 1, 40)[:, :16]),
         "k_cache has 16 rows a page .* with indices all rows must be equally far apart",
     ),
+    "no row for new keys": (
+        dict(k_cache=torch.zeros(2, 48, 1, 40), k=torch.zeros(3, 1, 1, 40), cache_seqlens=0),
+        "k_cache has batch size 2, but must have 3 like q without cache_batch_idx",
+    ),
 }
 
 

@@ -307,6 +307,19 @@ def test_cache_with_qv_and_batch_index():
         assert_as_good(got[b], None, want, 2, "out")
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_qv_with_keys_and_values_in_one_tensor(step):
+    """Only neighbouring columns are read in place, not columns that are `step` apart."""
+    torch.manual_seed(0)
+    q, qv, rows = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8), torch.randn(2, 9, 1, 24)
+    v, k = rows[..., : 8 * step : step], rows[..., 8 : 8 + 8 * step : step]
+    got = fa3.flash_attn_func(q, k, v, qv=qv)
+    both, keys = torch.cat((q, qv), dim=-1).double(), torch.cat((k, v), -1).double()
+    for b in range(2):
+        want, _ = reference.attend_one(both[b], keys[b], v[b].double())
+        assert_as_good(got[b], None, want, 2, "out")
+
+
 def test_private_forward_and_backward_match_the_public_function():
     q, k, v = (x.requires_grad_() for x in inputs(2, 12, 20))
     out, lse, *rest = fa3._flash_attn_forward(q, k, v, softmax_scale=0.3, causal=True, softcap=5.0)

@@ -333,6 +333,7 @@ def test_an_empty_window_is_not_an_unlimited_one(
     [
         (lambda x: attn_bias.BlockDiagonalMask.from_seqlens(x), "q_seqlen is a Tensor, but"),
         (lambda x: attn_bias.BlockDiagonalMask.from_seqlens([2, 3], x), "kv_seqlen is a Tensor"),
+        (lambda _: attn_bias.BlockDiagonalMask.from_seqlens([2.5]), "q_seqlen is [2.5], but must"),
         (lambda x: attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 4, x),
          "kv_seqlen is a Tensor, but must be a list of integers: pass kv_seqlen.tolist()"),
         (lambda x: attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([2], x, [3]), "kv_seqstarts"),

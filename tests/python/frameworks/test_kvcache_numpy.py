@@ -56,6 +56,14 @@ def problem(dtype, page_size, index, rotary, leftpad, new=2):
     return arrays
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(0, 8), (2, 0)])
+def test_empty_caches(batch, rows):
+    q, cache = np.zeros((batch, 1, 4, 8), np.float32), np.zeros((batch, rows, 1, 8), np.float32)
+    out, lse = tilewise.attention_with_kvcache(q, cache, cache, return_lse=True)
+    np.testing.assert_array_equal(out, np.zeros_like(q))
+    np.testing.assert_array_equal(lse, np.full((batch, 4, 1), -np.inf))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("page_size", "index"), [(0, False), (0, True), (1, False), (16, False)])
 @pytest.mark.parametrize(

@@ -150,6 +150,11 @@ def test_other_masks_stay_a_bias(conversions: list[Any], biased: list[Any]) -> N
     assert not biased and not conversions
 
 
+def test_no_sequences() -> None:
+    q, seen = torch.zeros(0, 2, LENGTH, 8), torch.ones(0, 1, LENGTH, LENGTH, dtype=torch.bool)
+    assert F.scaled_dot_product_attention(q, q, q, attn_mask=seen).shape == q.shape
+
+
 def test_a_compiled_graph_takes_the_mask_as_numbers(conversions: list[Any]) -> None:
     mask, tensors = documents(), inputs()
     compiled = torch.compile(

@@ -18,7 +18,10 @@ def integers(name: str, values: Iterable[int]) -> list[int]:
     """The lengths or starts of sequences as a list; tensors are refused, as in xFormers."""
     if isinstance(values, Tensor):
         raise TypeError(f"{name} is a Tensor, but must be a list of integers: pass {name}.tolist()")
-    return [index(value) for value in values]
+    try:
+        return [index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}, but must be a list of integers") from None
 
 
 def _int32(numbers: Iterable[int], device: Device) -> Tensor:
