@@ -48,9 +48,9 @@ BOTH = [
     (lambda m: dict(k=m(2, 7, 0, 8), v=m(2, 7, 0, 8)), ValueError, "k has 0, but both"),
     (lambda m: dict(q=m(2, 5, 4, 0), k=m(2, 7, 2, 0)), ValueError, "q has head dimension 0"),
     (
-        lambda m: dict(q=m(2, 5, 4, 513), k=m(2, 7, 2, 513)),
+        lambda m: dict(q=m(2, 5, 4, 577), k=m(2, 7, 2, 577)),
         ValueError,
-        "513, but must be 1",
+        "577, but must be 1",
     ),
     (lambda m: dict(v=m(2, 7, 2, 600)), ValueError, "v has head dimension 600"),
     (lambda m: dict(v=m(2, 7, 2, 0)), ValueError, "v has head dimension 0"),

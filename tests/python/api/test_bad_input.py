@@ -36,7 +36,7 @@ MISTAKES = [
     (DENSE, "dtype", 7), (DENSE, "dtype", -1), (DENSE, "device", 9), (DENSE, "device_index", 3),
     (DENSE, "batch", -1), (DENSE, "seqlen_q", -6), (DENSE, "seqlen_k", -1),
     (DENSE, "heads_q", 0), (DENSE, "heads_q", 3), (DENSE, "heads_kv", 0), (DENSE, "heads_kv", 3),
-    (DENSE, "head_dim", 0), (DENSE, "head_dim", 513), (DENSE, "head_dim_v", -8),
+    (DENSE, "head_dim", 0), (DENSE, "head_dim", 577), (DENSE, "head_dim_v", -8),
     (DENSE, "head_dim_v", 1024), (DENSE, "scale", NAN), (DENSE, "scale", INF),
     (DENSE, "softcap", -1.0), (DENSE, "softcap", NAN), (DENSE, "dropout_p", 1.0),
     (DENSE, "dropout_p", -0.1), (DENSE, "dropout_p", NAN), (DENSE, "bias_dtype", 1),
@@ -195,13 +195,13 @@ def test_error_message_is_that_of_the_last_call():
     info = capi.PlanInfo(struct_size=ctypes.sizeof(capi.PlanInfo))
     plan = capi.library().tilewise_plan
     assert plan(ctypes.byref(b.attention), None, 0, ctypes.byref(info)) == capi.INVALID_ARGUMENT
-    assert "600" in capi.last_error() and "512" in capi.last_error()
+    assert "600" in capi.last_error() and "576" in capi.last_error()
     b.attention.head_dim = 8
     assert plan(ctypes.byref(b.attention), None, 0, ctypes.byref(info)) == capi.OK
     assert capi.last_error() == ""
 
 
-NUMBERS = [0, 1, 2, 3, 8, 63, 64, 512, 513, 2**31, 2**40, 2**62, 2**63 - 1, -1, -(2**63)]
+NUMBERS = [0, 1, 2, 3, 8, 63, 64, 512, 577, 2**31, 2**40, 2**62, 2**63 - 1, -1, -(2**63)]
 
 
 def mutate(rng: random.Random, a: capi.Attention, g: capi.Gradients) -> None:

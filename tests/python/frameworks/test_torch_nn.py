@@ -101,7 +101,7 @@ def test_constant_scale_and_dropout_only_in_training():
     ("call", "words"),
     [
         (lambda: FlashAttention(0), "head_dim is 0"),
-        (lambda: FlashAttention(513), "head_dim is 513"),
+        (lambda: FlashAttention(577), "head_dim is 577"),
         (lambda: FlashAttention(8, layout="sbhd"), "layout is 'sbhd'"),
         (lambda: FlashAttention(8, dropout_p=1.0), "dropout_p is 1.0"),
         (lambda: FlashAttention(8, window=3), "window is 3"),
