@@ -181,6 +181,12 @@ def _cpu_backward(
     return backward(grad_out, query, key, value, out, logsumexp, no_state, call)
 
 
+def _is_wrapped(x: Tensor) -> bool:
+    """Whether a graph is traced, torch.func transforms x, or x is a tensor of another library."""
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return not plain or torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _attention_of_blocks(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
@@ -197,8 +203,8 @@ def _attention_of_blocks(
         return NotImplemented
     if dropout_p or is_causal or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
         return NotImplemented
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (query, key, value, mask)):
-        return NotImplemented  # a graph is traced, or it is a tensor of another library
+    if any(_is_wrapped(x) for x in (query, key, value, mask)):
+        return NotImplemented
     choice = torch._fused_sdp_choice(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -155,6 +155,19 @@ def test_no_sequences() -> None:
     assert F.scaled_dot_product_attention(q, q, q, attn_mask=seen).shape == q.shape
 
 
+def test_a_transform_takes_the_mask_as_numbers(conversions: list[Any]) -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents()).square().sum()
+
+    tensors = inputs()
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    conversions.clear()
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in tensors))
+    assert not conversions
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_compiled_graph_takes_the_mask_as_numbers(conversions: list[Any]) -> None:
     mask, tensors = documents(), inputs()
     compiled = torch.compile(
