@@ -53,7 +53,9 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
         allowed = "i" if isinstance(value, np.ndarray) else "if"  # an empty list is of floats
         if given.dtype.kind not in allowed:
             raise TypeError(f"{name} has dtype {given.dtype}, but must be int32")
-        if given.size and not ((given == given.astype(np.int32)).all()):
+        with np.errstate(invalid="ignore"):  # NaN is refused without a warning
+            whole = (given == given.astype(np.int32)).all()
+        if not whole:
             raise TypeError(f"{name} has numbers that int32 cannot represent")
         array = np.ascontiguousarray(given, dtype=np.int32)
         if array.size == 0 and len(dims) > 1:

@@ -81,7 +81,8 @@ class Ranges(_Combining):
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: an argument has the wrong shape, or a kind does not exist.
+            ValueError: an argument has the wrong shape, or no kind has a given name. Numbers out of
+                range are refused by the calls that use the mask.
         """
         like = next((x for x in (query_ranges, key_ranges, kinds, starts) if is_tensor(x)), None)
         rows = int32("query_ranges", query_ranges, (None, 2), like)

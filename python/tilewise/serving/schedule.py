@@ -45,10 +45,10 @@ class Scheduler:
     """The queue of requests, the running batch, and the pages that it holds.
 
     Requests are admitted in order of arrival, each with pages for all of its tokens so far. One
-    waits longer if a running prompt is about to fill the pages of at least half of its tokens:
-    several answers to a prompt compute it once. Decoding takes further pages as sequences grow.
-    When no page is free, the request that arrived last is preempted: it frees its pages and waits
-    again. The oldest running request therefore always advances.
+    waits longer if a running prompt is about to fill the pages of at least half of its tokens, so
+    that several answers to a prompt compute it once. Decoding takes further pages as sequences
+    grow. When no page is free, the request that arrived last is preempted: it frees its pages and
+    waits again. The oldest running request therefore always advances.
 
     Args:
         pool: The pages, with one row for each running request.

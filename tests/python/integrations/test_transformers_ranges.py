@@ -80,6 +80,9 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
         6,
     ),
     "packed_padded": (dict(mask_function=packed(mu.causal_mask_function), attention_mask=RIGHT), 7),
+    "packed_after_a_cache": (
+        dict(mask_function=packed(mu.causal_mask_function), q_length=12, q_offset=28), 3
+    ),
     "packed_images": (dict(mask_function=packed(mu.causal_mask_function, IMAGES)), 12),
     "documents": (
         dict(

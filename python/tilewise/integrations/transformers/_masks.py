@@ -110,7 +110,7 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     shape, band = (batch, 1, rows, keys), pattern.band
     terms = Terms(band, dtype, device, torch.finfo(dtype).min)
     if pattern.segments is not None:
-        if attention_mask is not None:
+        if attention_mask is not None or not pattern.segments.shape[-1] == rows == keys:
             return None
         return CompactMask(shape, terms, boundaries=_boundaries(pattern.segments))
     parts: dict[str, Tensor] = {}  # tensors of the CompactMask
