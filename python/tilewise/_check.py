@@ -125,12 +125,17 @@ def bound(name: str, value: int | None) -> int:
     return value
 
 
-def split_count(num_splits: int) -> int:
+def split_count(num_splits: int, batch_invariant: bool = False) -> int:
     """The number of key splits, at most MAX_SPLITS; 0 leaves the choice to the planner."""
     num_splits = integer("num_splits", num_splits, "an integer")
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(
             f"num_splits is {num_splits}, but must be from 0 to {MAX_SPLITS} (0: chosen by shape)"
+        )
+    if num_splits and batch_invariant:
+        raise ValueError(
+            f"num_splits is {num_splits} and batch_invariant is True, but then splits follow from "
+            "the length of each sequence: num_splits must be 0"
         )
     return num_splits
 

@@ -128,8 +128,8 @@ class _Arrays(NamedTuple):
     arrays: dict[str, Array]  # by their names in the C struct
 
     def problem(self, request: Request, layout: CacheLayout) -> _numpy._Problem:
-        splits, max_rows = _check.split_count(layout.num_splits), layout.max_rows()
-        numbers = {"num_splits": splits, "max_seqlen_q": max_rows}
+        splits = _check.split_count(layout.num_splits, request.batch_invariant)
+        numbers = {"num_splits": splits, "max_seqlen_q": layout.max_rows()}
         return _numpy._describe_problem(
             self.q, self.k_cache, self.v_cache, self.batch, request, self.arrays, numbers, False
         )
@@ -157,6 +157,10 @@ def _check_arrays(
     packed = None if starts is None else len(starts) - 1
     pool = layout.indices is not None and not writes
     batch = check_cache(q, k_cache, v_cache, table, index, packed, pool)
+    if starts is not None:
+        # The library checks them as well, but only after an append has written to the caches.
+        check_starts("cu_seqlens_q", starts.tolist(), len(q))
+        check_max_rows(layout.max_rows(), int(np.diff(starts).max(initial=0)))
     arrays: dict[str, Array] = {}
     for name, given, value, dims in (
         ("kv_batch_idx", "cache_batch_idx", layout.cache_batch_idx, (batch,)),
@@ -255,8 +259,6 @@ def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Pr
         owners = np.arange(lead[0]).repeat(lead[1])
         unused = np.zeros((rows, 1), bool)
     else:
-        check_starts("cu_seqlens_q", starts.tolist(), rows)
-        check_max_rows(layout.max_rows(), int(np.diff(starts).max(initial=0)))
         owners = np.searchsorted(starts, np.arange(rows), side="right") - 1
         unused = (owners == given.batch)[:, None]
         owners = owners.clip(max=given.batch - 1)

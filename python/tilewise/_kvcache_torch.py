@@ -222,7 +222,7 @@ def prepare(
         kv_batch_idx=index_tensor("cache_batch_idx", layout.cache_batch_idx, q.device),
         leftpad_k=index_tensor("cache_leftpad", layout.cache_leftpad, q.device),
         block_table=table,
-        num_splits=_check.split_count(layout.num_splits),
+        num_splits=_check.split_count(layout.num_splits, request.batch_invariant),
     )
     return _with_bias(options, request.bias, q, k_cache, batch)
 
@@ -283,6 +283,8 @@ def _general(
     indices = index_tensor("indices", layout.indices, q.device)
     if indices is not None:
         _check.shape("indices", indices, (*q.shape[:-2], None), "[rows of q, selected keys]")
+        k_rows = _selected.single_rows("k_cache", k_cache)
+        v_rows = _selected.single_rows("v_cache", v_cache)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
@@ -300,23 +302,26 @@ def _general(
         if appended[0] is not q:  # its columns after the values of a latent cache
             rotates = new.rotary_cos is not None
             rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
-        return _attend(rotated, k_cache, v_cache, grown, indices)
+        if indices is None:
+            return _ops.forward_alone(rotated, k_cache, v_cache, grown)
+        return _attend_selected(rotated, k_rows, v_rows, grown, indices)
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
             _raise_with_python_names(appended, options, new)
         raise
 
 
-def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, indices: Tensor | None
+def _attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys in use or, with indices [*rows of q, keys], over selected ones."""
-    if indices is None:
-        return _ops.forward_alone(q, k_cache, v_cache, options)
+    """(out, lse) over the rows of k and v that indices [*rows of q, keys] select.
+
+    k and v are the caches as ``_selected.single_rows`` returns them.
+    """
     lead, starts, device = q.shape[:-2], options.cu_seqlens_q, q.device
     rows = lead.numel()
     if rows == 0:  # an empty block table has no memory, so the library would see none
-        heads, columns = q.shape[-2], v_cache.shape[-1]
+        heads, columns = q.shape[-2], v.shape[-1]
         lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=torch.float32)
         return q.new_empty((*lead, heads, columns)), lse
     if starts is None:
@@ -331,7 +336,6 @@ def _attend(
     def per_row(factors: Tensor | None) -> Tensor | None:
         return None if factors is None else factors[owners]
 
-    k, v = _selected.single_rows("k_cache", k_cache), _selected.single_rows("v_cache", v_cache)
     take, flat = torch.take_along_dim, indices.reshape(rows, indices.shape[-1])
     table, keys = _selected.tables(torch, take, flat, k.shape[0], unused)
     options = options._replace(

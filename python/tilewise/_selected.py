@@ -39,11 +39,14 @@ def single_rows(name: str, cache: Any) -> Any:
         cache: [pages or batch, rows, Hkv, D], a tensor or a NumPy array.
     """
     groups, rows, heads, columns = cache.shape
-    strides = cache.stride() if _check.is_tensor(cache) else cache.strides
+    if _check.is_tensor(cache):
+        strides = cache.stride()
+    else:
+        strides = tuple(stride // cache.itemsize for stride in cache.strides)
     if groups > 1 and rows > 1 and strides[0] != rows * strides[1]:
         raise ValueError(
-            f"{name} has {rows} rows a page that are {strides[1]} apart and pages that are "
-            f"{strides[0]} apart, but with indices all rows must be equally far apart"
+            f"{name} has {rows} rows a page that are {strides[1]} elements apart and pages that "
+            f"are {strides[0]} apart, but with indices all rows must be equally far apart"
         )
     return cache.reshape(groups * rows, 1, heads, columns)
 

@@ -26,6 +26,10 @@ BAD = {
     "k kind": (dict(k=np.zeros((2, 2, 2, HEAD_DIM), np.float32)), "k is a ndarray"),
     "k_cache kind": (dict(k_cache=None), "k_cache is a NoneType"),
     "k_cache dtype": (dict(k_cache=torch.randn(27, 4, 2, HEAD_DIM).half()), "k_cache has dtype"),
+    "splits and batch_invariant": (
+        dict(num_splits=3, batch_invariant=True),
+        "num_splits is 3 and batch_invariant",
+    ),
     "cos kind": (dict(rotary_cos=[1.0]), "rotary_cos is a list"),
     "lengths: a fraction": (dict(cache_seqlens=3.7), "cache_seqlens is 3.7"),
     "lengths: a word": (dict(cache_seqlens="3"), "cache_seqlens is '3'"),

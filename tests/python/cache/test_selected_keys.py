@@ -232,3 +232,17 @@ def test_refusals_name_the_argument(name, arrays, device):
         given = {n: x.numpy() if n in tensors else x for n, x in given.items()}
     with pytest.raises((TypeError, ValueError), match=sentence):
         tilewise.attention_with_kvcache(**given)
+
+
+@pytest.mark.tensors("cpu")
+@pytest.mark.parametrize("arrays", [False, True])
+def test_a_refused_call_appends_nothing(arrays):
+    q, indices, rows = torch.zeros(2, 1, 4, 40), torch.zeros(2, 1, 5).int(), torch.zeros(2, 20, 40)
+    cache, k = rows[:, :16, None], torch.ones(2, 1, 1, 40)  # the last 4 rows of a page are skipped
+    given = (x.numpy() if arrays else x for x in (q, cache, k, indices))
+    q, cache, k, indices = given
+    with pytest.raises(ValueError, match="k_cache has 16 rows a page that are 40 elements apart"):
+        tilewise.attention_with_kvcache(
+            q, cache, None, k, head_dim_v=32, cache_seqlens=0, indices=indices
+        )
+    assert not rows.any()

@@ -150,6 +150,10 @@ BAD = {
     "alibi_slopes": dict(alibi_slopes=np.zeros(3, np.float32)),
     "sinks": dict(sinks=np.zeros(3, np.float32)),
     "num_splits": dict(num_splits=-2),
+    "num_splits of batch_invariant": dict(num_splits=3, batch_invariant=True),
+    "max_seqlen_q": dict(
+        q=GOOD["q"].reshape(-1, 4, HEAD_DIM), cu_seqlens_q=np.array([0, 3, 6, 9]), max_seqlen_q=1
+    ),
     "num_splits wraps": dict(num_splits=2**32),
     "check": dict(check="no"),
     "softcap": dict(softcap=-2.0),
