@@ -1,5 +1,5 @@
 # The instruction sets of the CPU backend, best last, as rows of name and compiler flags. The sources
-# src/cpu/isa/<name>/<dtype>.cpp are compiled with exactly these flags, one source a dtype because each
+# src/cpu/isa/<name>/<dtype>.cpp are compiled with exactly these flags, one source per dtype because each
 # takes a minute, and TILEWISE_ISA_<NAME>=1 is defined for the whole library, so that the code knows
 # which sets were built.
 #

@@ -4,7 +4,7 @@
 #   tools/test_aarch64.sh           the C++ suites; the self-test of `tilewise doctor` on every instruction set, which
 #                                   calls the library from NumPy; Python tests of instruction sets and gradients, whose
 #                                   buffers PyTorch allocates
-#   tools/test_aarch64.sh --quick   the suites of the C ABI and of the parts, and the self-test of the best set
+#   tools/test_aarch64.sh --quick   the C++ suites but the loader's, and the self-test of the best set
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

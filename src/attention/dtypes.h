@@ -45,6 +45,7 @@ struct Dtypes {
   TILEWISE_FN constexpr bool scales_kv() const { return kv == TILEWISE_FLOAT8_E4M3; }
 };
 
+// The tilewise_dtype of out.
 TILEWISE_FN constexpr int32_t out_dtype_of(const tilewise_attention& given) {
   switch (given.out_dtype) {
     case TILEWISE_OUT_FLOAT32:

@@ -30,8 +30,8 @@ void set(const FloatState& state) {
   set_fpcr(state.fpcr);
   set_fpsr(state.fpsr);
 }
-// Zero rounds to nearest, keeps subnormal numbers and NaN payloads, traps nothing, and selects the
-// IEEE form of fp16.
+// An FPCR of 0 rounds to nearest, keeps subnormal numbers and NaN payloads, traps nothing, and
+// selects the IEEE form of fp16.
 void set_default() { set_fpcr(0); }
 #else
 FloatState current() {

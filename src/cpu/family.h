@@ -46,7 +46,7 @@ Isa instruction_set(const Machine& machine);
 struct FamilyRow {
   FamilyFacts facts;
   Isa isa;
-  DtypeSet gains;  // dtypes for which it is faster than the row before it that the machine has
+  DtypeSet gains;  // dtypes for which it is faster than the row before it of its architecture
 
   // Why the family does not serve a request that it computes.
   WhyNot (*why_not)(const Request& request, const Machine& machine);

@@ -30,7 +30,7 @@ options. Exit status: 0 success, 1 a check failed or TILEWISE_CPU leaves no kern
 """
 
 # Head dimensions at which the choice of the kernel might change.
-HEAD_DIMS = (1, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+HEAD_DIMS = (1, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -44,11 +44,11 @@ def attention(
         group: A process group; None is the default group.
         mesh: A DeviceMesh of one dimension, instead of group; or of two, with the ranks of the
             group in row-major order: then the ranks of a row exchange heads ("ulysses"), and the
-            rows of the mesh gather keys ("allgather").
+            rows of the mesh exchange keys ("allgather" or "ring").
         method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
-            takes the one of them with the lower predicted time (see ``explain``). "ring" takes
-            the keys of one rank after another, which needs less memory; on GPUs
-            it takes float32 only. With a mesh of two dimensions: "auto", "ulysses+allgather" or
+            chooses the one of them with the lower predicted time (see ``explain``). "ring"
+            computes over the keys of one rank after another, which needs less memory; on GPUs only
+            in float32. With a mesh of two dimensions: "ulysses+allgather", which is "auto", or
             "ulysses+ring".
         layout: How the sequence is cut: "zigzag" or "contiguous".
         tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.
@@ -78,13 +78,13 @@ def attention(
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
+    grid = grid_of(mesh, ranks)
     if ranks.world == 1:
         check_layout(layout)
-        check_method(method)
+        check_method(method, grid)
         options = request.arguments()
         del options["check"]  # an option of attention_varlen
         return api.attention(q, k, v, **options, layout=tensor_layout)
-    grid = grid_of(mesh, ranks)
     p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
     out, lse = attend(p, choice.choose(p, method).method)
     if _check.heads_first(tensor_layout):
@@ -139,15 +139,15 @@ def attention_varlen(
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)
+    grid = grid_of(mesh, ranks)
     if ranks.world == 1:
         check_layout(layout)
-        check_method(method)
+        check_method(method, grid)
         starts = [
             torch.tensor(starts_of(f"cu_seqlens_{name}", x), dtype=torch.int32, device=q.device)
             for name, x in zip("qk", cu_seqlens, strict=True)
         ]
         return api.attention_varlen(q, k, v, *starts, **request.arguments())
-    grid = grid_of(mesh, ranks)
     p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid)
     out, lse = attend(p, choice.choose(p, method).method)
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
@@ -174,7 +174,7 @@ def explain(
         reduce_replicated: Whether gradients of replicated inputs are added up.
         cu_seqlens_q: For packed sequences: as in ``attention_varlen``.
         cu_seqlens_k: The same for keys; None is cu_seqlens_q.
-        **options: The options of ``tilewise.attention``.
+        **options: The other options of ``attention``.
 
     Returns:
         The choice with the predicted bytes, messages and times; print it.
@@ -183,7 +183,7 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    known = Request().arguments()
+    known = [name for name in Request().arguments() if name not in ("check", "return_max_logits")]
     for name in options:
         if name not in known:
             raise TypeError(f"{name} is given, but the options are {', '.join(known)}")

@@ -27,7 +27,7 @@ from .._options import (
 if TYPE_CHECKING:  # masks need NumPy
     from .mask_parts import MaskPart, WholeMask
 
-Call: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options], Result]"
+Operator: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options], Result]"
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
 
@@ -93,8 +93,8 @@ class Local:
         """The forward over some of the keys of the rows, with out in float32."""
         return self.run(self.call_in_float32, q, k, v, options)
 
-    def run(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
-        """A forward by ``call`` or ``call_in_float32``."""
+    def run(self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+        """A forward by `call`, which is ``call`` or ``call_in_float32``."""
         return call(q, k, v, self.given(options, q))
 
     def backward(
@@ -111,7 +111,7 @@ class Local:
         return Result(out, lse[0], [q, k, v, out, lse])
 
     def call_in_float32(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
-        """The same of inputs that are converted: operators write out in the dtype of q."""
+        """The same, of inputs converted to float32: operators write out in the dtype of q."""
         k = _as_float32(k, options.k_descale, options.cu_seqlens_k)
         v = _as_float32(v, options.v_descale, options.cu_seqlens_k)
         bias = None if options.bias is None else options.bias.float()

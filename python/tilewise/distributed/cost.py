@@ -1,8 +1,7 @@
 """The time that a method takes: a model of the bytes, messages and products of the busiest rank.
 
 The first group of heads travels before anything is computed; each other group travels while an
-earlier one is computed.
-``method="auto"`` and bench/distributed_model.py use the same formulas.
+earlier one is computed. ``method="auto"`` and bench/distributed_model.py use the same formulas.
 """
 
 from __future__ import annotations
@@ -146,16 +145,16 @@ def ring_work(shape: Shape, cut: Cut) -> Work:
     """The work of "ring"; a group is a step."""
     heads_q, heads_kv = shape.heads
     columns = shape.batch * heads_kv * sum(shape.columns)
-    keys, world, of_rank = cut.keys, len(cut.keys), cut.by_chunk()
+    keys, world, by_chunk = cut.keys, len(cut.keys), cut.by_chunk()
     element, key_element = shape.element_size
     worst, steps = 0.0, 0
     for rank in range(world):
         others = [other for other in range(world) if other != rank]
-        seen = [other for other in others if of_rank.meetings(rank, other)]
-        by = sum(1 for other in others if of_rank.meetings(other, rank))
+        seen = [other for other in others if by_chunk.meetings(rank, other)]
+        seen_by = sum(1 for other in others if by_chunk.meetings(other, rank))
         size = float(sum(keys[other] for other in seen) * key_element)
         if shape.differentiable:
-            size = 2 * size + by * keys[rank] * element
+            size = 2 * size + seen_by * keys[rank] * element
         worst, steps = max(worst, size), max(steps, len(seen))
     messages = 2 * (3 if shape.differentiable else 1) * steps
     flops = _flops(shape, max(cut.pairs()), heads_q)

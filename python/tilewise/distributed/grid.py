@@ -1,7 +1,7 @@
-"""Ranks of a mesh of two dimensions: "ulysses" among the ranks of a row, "allgather" across rows.
+"""Ranks of a mesh of two dimensions: "ulysses" inside a row, "allgather" or "ring" across rows.
 
 A row of the mesh is meant to be a host. Its ranks exchange their rows for heads, after which each
-has, for some heads, all rows of its host; it then gathers the keys of the other hosts for these
+has, for some heads, all rows of its host; it then receives the keys of the other hosts for these
 heads. A layout cuts the sequence for all ranks of the mesh, in row-major order. A host therefore
 has the rows that the layout would give it if each host were a single rank.
 """

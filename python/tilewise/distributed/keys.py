@@ -1,8 +1,9 @@
 """The keys that the rows of each rank see, and how those keys and their gradients travel.
 
 A run of consecutive rows is one call over the keys that it sees, with a diagonal that says where
-those lie in the whole sequence. A rank has at most two runs per sequence. Every row sees all of its
-keys in one call, so no partial outputs are merged.
+those lie in the whole sequence. A rank has at most two runs per sequence. With "allgather" every
+row sees all of its keys in one call, so no partial outputs are merged. With "ring" a run has a call
+per owner of keys (``Meeting``), whose partial outputs are merged.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def span_of(run: Run, size_q: int, size_k: int, window: Bounds, seen: Run | None
     """The keys of a run of rows; a mask shows none outside of `seen`.
 
     Row i of the whole sequence is aligned with key i + size_k - size_q. A call over the keys before
-    `end` aligns the last row of the run with key end - 1 instead. With a causal mask that is the
+    `end` aligns the last row of the run with key end - 1 instead. With causal attention that is the
     same key, so the diagonal is 0 and the call is an ordinary one.
     """
     left, right = window
@@ -93,9 +94,7 @@ class Call(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """A call of some rows of a rank over some keys of another, which the cut of a sequence can make
-    a ``Local`` of.
-    """
+    """A call of some rows of a rank over some keys of another; ``Cut.local_of`` takes ``call``."""
 
     rows: Run  # among those of the rank
     keys: Run  # among those of the other rank

@@ -89,7 +89,7 @@ class PackedCut(NamedTuple):
         return _calls(self)
 
     def _all_calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
-        count, starts = self._chunks(), _chunk_starts(self.starts_k, self._chunks())
+        starts = _chunk_starts(self.starts_k, self._chunks())
         keys = tuple(
             tuple((starts[c], starts[c + 1]) for c in chunks_of(rank, self.layout, self.world))
             for rank in range(self.world)
@@ -103,7 +103,6 @@ class PackedCut(NamedTuple):
                 own.append(Call((at, at + rows), Span(begin, end, 0), 0))
                 at += rows
             calls.append(tuple(own))
-        assert len(starts) == count + 1
         return keys, tuple(calls)
 
     def local(self, rank: int, device: torch.device) -> list[Local]:
@@ -213,7 +212,7 @@ def _pairs(cut: PackedCut) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
     """The calls of a rank: one per chunk number, or one if no score depends on a place."""
-    count = cut.world if cut.layout == "contiguous" else 2 * cut.world
+    count = cut._chunks()
     sizes = list(zip(sizes_of(cut.starts_q), sizes_of(cut.starts_k), strict=True))
     numbers = chunks_of(rank, cut.layout, cut.world)
     calls: dict[int, ChunkCall] = {}
@@ -222,11 +221,11 @@ def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
             run = _chunk(size_q, number, count)
             if run[0] == run[1]:
                 continue
-            span, key = Span(0, size_k, 0), 0
+            span, of_call = Span(0, size_k, 0), 0
             if cut.by_place or cut.window != (None, None):
                 seen = None if cut.mask is None else cut.mask.seen(run, size_k, sequence)
-                span, key = span_of(run, size_q, size_k, cut.window, seen), number
-            call = calls.setdefault(key, ChunkCall({}, {}, {}, (count, 0)))
+                span, of_call = span_of(run, size_q, size_k, cut.window, seen), number
+            call = calls.setdefault(of_call, ChunkCall({}, {}, {}, (count, 0)))
             call.rows.setdefault(sequence, []).append(run)
             call.diagonals[sequence] = span.diagonal
             chunks = call.chunks
@@ -234,7 +233,7 @@ def _chunk_calls(cut: PackedCut, rank: int) -> tuple[ChunkCall, ...]:
                 first, last = _holding(size_k, count, span)
                 call.keys[sequence] = (first * size_k // count, span.end)
                 chunks = (min(chunks[0], first), max(chunks[1], last))
-            calls[key] = call._replace(chunks=chunks)
+            calls[of_call] = call._replace(chunks=chunks)
     return tuple(
         call if call.chunks[0] < call.chunks[1] else call._replace(chunks=(0, 0))
         for call in calls.values()
@@ -250,7 +249,7 @@ def _meetings(cut: PackedCut, rank: int, owner: int) -> tuple[Meeting, ...]:
         rows = (at, at + sum(length(tuple(runs)) for runs in call.rows.values()))
         at, first_key = rows[1], 0
         for number in chunks_of(owner, cut.layout, cut.world):
-            keys, moved = {}, {}
+            keys, diagonals = {}, {}
             for sequence, (run,) in call.rows.items():
                 size_q, size_k = sizes[sequence]
                 seen = None if cut.mask is None else cut.mask.seen(run, size_k, sequence)
@@ -259,11 +258,11 @@ def _meetings(cut: PackedCut, rank: int, owner: int) -> tuple[Meeting, ...]:
                 low, high = max(span.begin, begin), min(span.end, end)
                 if low < high:
                     keys[sequence] = (low, high)
-                    moved[sequence] = span.between(low, high).diagonal
+                    diagonals[sequence] = span.between(low, high).diagonal
             of_keys = (first_key, first_key + starts[number + 1] - starts[number])
             first_key = of_keys[1]
             if keys:
-                part = ChunkCall(call.rows, keys, moved, (number, number + 1))
+                part = ChunkCall(call.rows, keys, diagonals, (number, number + 1))
                 result.append(Meeting(rows, of_keys, part))
     return tuple(result)
 
@@ -311,7 +310,7 @@ def _rows(runs: Runs) -> Iterator[int]:
 
 
 def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
-    count = cut.world if cut.layout == "contiguous" else 2 * cut.world
+    count = cut._chunks()
     sizes, starts = sizes_of(cut.starts_k), _chunk_starts(cut.starts_k, count)
     first, last = call.chunks
     begins: dict[tuple[int, int], int] = {}  # by sequence and chunk: among the keys of the call

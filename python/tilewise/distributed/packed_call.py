@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._options import Options
-from .core import Call, Gradients, Local, Method, Result, diagonals, with_diagonal
+from .core import Gradients, Local, Method, Operator, Result, diagonals, with_diagonal
 from .layout import Run, Starts
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class PackedCall(Local):
         """See ``Local``."""
         return lse.squeeze(0)
 
-    def run(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def run(self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
         """See ``Local``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
         given = self.given(options, q)

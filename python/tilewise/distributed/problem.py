@@ -48,7 +48,7 @@ def check_method(method: str, grid: Grid | None = None) -> str:
 
 
 def check_ring(method: str, q: Tensor) -> None:
-    """Refuses what a ring cannot compute in float32, in which its partial outputs must be."""
+    """Refuses tensors of 16 bits on a GPU for a ring, whose partial outputs must be float32."""
     if method.endswith("ring") and q.device.type == "cuda" and q.dtype != torch.float32:
         raise TypeError(
             f"q has dtype {q.dtype} on {q.device}, but must have torch.float32 with method "
@@ -297,8 +297,8 @@ def _short(starts: Starts) -> str:
 
 
 def _by_place(request: Request) -> bool:
-    """Whether results depend on the places of rows and keys. The rows of a bias of equal lengths
-    are those of the rank, and it has been taken out of the request.
+    """Whether results depend on the places of rows and keys. A bias for sequences of equal length
+    does not count and is no longer in the request: its rows are those of the rank.
     """
     given = request.alibi_slopes, request.mask, request.bias
     return request.dropout_p > 0.0 or any(x is not None for x in given)

@@ -101,8 +101,8 @@ struct Forward : ForwardScratch {
     }
   }
 
-  // Raises max_logits by the products q.k of a strip. A loop of its own over numbers in the L1
-  // cache, so that the other loops are the same without it.
+  // Raises max_logits to the largest scale * q.k of a strip. This is a loop of its own, over
+  // numbers in the L1 cache, so that the other loops stay the same.
   TILEWISE_FN void raise_max_logits(int64_t panel, Range strip, Range keys, bool partial) {
     const float factor = scaling.general ? scores.score.scale : scaling.unit;
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {

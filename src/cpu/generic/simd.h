@@ -310,8 +310,9 @@ TILEWISE_FN U interleave_bf16(F low, F high) {
 #endif
 }
 
-// Instructions for pairs of bf16: `dot_bf16` adds the two products of every unit to its lane, and
-// `pairs_low` and `pairs_high` pair the first and the last four of every 8 numbers of a and b.
+// Instructions for pairs of bf16. `dot_bf16` adds to each lane of `sum` the two products of the
+// bf16 in that lane of a and b. `pairs_low` interleaves the first four of every 8 numbers of a and
+// b, `pairs_high` the last four.
 #if defined(__AVX512BF16__)
 #define TILEWISE_BF16_DOT 1
 TILEWISE_FN F dot_bf16(F sum, H2 a, H2 b) {

@@ -109,7 +109,7 @@ def test_one_process_is_the_ordinary_call():
         td.attention(q, k, v, method="rings")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
-    for name in ("softcp", "shard"):
+    for name in ("softcp", "shard", "check", "return_max_logits"):
         with pytest.raises(TypeError, match=f"{name} is given, but the options are causal, window"):
             td.explain(q, k, v, **{name: 1.0})
 
@@ -190,6 +190,22 @@ def by_mesh(group, method):
     q, k, v = shards_of(group, tensors())
     expected = td.attention(q, k, v, group=group, method=method)
     return torch.equal(td.attention(q, k, v, mesh=mesh, method=method), expected)
+
+
+def on_a_mesh_of_one_rank(group):
+    ranks = torch.distributed.get_process_group_ranks(group)
+    mesh = SimpleNamespace(ndim=2, mesh=torch.tensor([ranks]), get_group=lambda dim: group)
+    q, k, v = tensors()
+    where = {"group": group, "mesh": mesh, "method": "ulysses+ring"}
+    out = td.attention(q, k, v, **where)
+    packed = td.attention_varlen(q[0], k[0], v[0], [0, 24], **where)
+    expected = tilewise.attention(q, k, v)
+    torch.testing.assert_close(packed, expected[0])
+    return torch.equal(out, expected) and td.explain(q, k, v, **where).method == "local"
+
+
+def test_a_mesh_of_one_rank_takes_the_methods_of_meshes(pool):
+    assert pool.run(1, on_a_mesh_of_one_rank) == [True]
 
 
 @pytest.mark.parametrize("job", [heads_first, frozen_keys, unused_lse, autocast, by_mesh])

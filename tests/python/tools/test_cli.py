@@ -13,6 +13,7 @@ import pytest
 np = pytest.importorskip("numpy")
 
 import tilewise  # noqa: E402
+from tilewise._check import MAX_HEAD_DIM  # noqa: E402
 from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  # noqa: E402
 from tilewise.cli.command import main  # noqa: E402
 
@@ -42,7 +43,8 @@ def test_doctor_lists_a_kernel_for_every_head_dim():
     rows = doctor.planned_kernels()
     for dtype in doctor.DTYPES:
         of_dtype = [r for r in rows if r["dtype"] == dtype]
-        assert of_dtype[0]["from_head_dim"] == 1 and of_dtype[-1]["to_head_dim"] == 512
+        assert of_dtype[0]["from_head_dim"] == 1
+        assert of_dtype[-1]["to_head_dim"] == MAX_HEAD_DIM
         for a, b in itertools.pairwise(of_dtype):
             assert b["from_head_dim"] == a["to_head_dim"] + 1
         assert all("forward" in r["forward"] and "backward" in r["backward"] for r in of_dtype)
