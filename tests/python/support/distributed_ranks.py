@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+
+from paths import IMPORTS
 
 START = 120.0  # seconds to import torch on a busy machine
 WAIT = 60.0  # seconds after which a hang is a failure
@@ -36,6 +39,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    sys.path[:0] = IMPORTS  # before bench/, which has a cases.py too
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=WAIT)
     if CUDA:
