@@ -146,14 +146,10 @@ test-cpp: build
 	@$(say) "C++ tests"
 	@ctest --preset release | grep -vE '^ *Start |   Passed +[0-9]'
 
-# The benchmark's tests run in a separate process: bench/cases.py and tests/python/support/cases.py are
-# both the module `cases`, and Python would use the one that is imported first for both.
-pytest = $(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS)
 .PHONY: test-python
 test-python: $(VENV)/.installed
 	@$(say) "Python tests"
-	@$(pytest) -m 'not models' --ignore=tests/python/tools/test_cli_bench.py
-	@$(pytest) tests/python/tools/test_cli_bench.py
+	@$(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) -m 'not models'
 
 .PHONY: test-aarch64
 test-aarch64: $(VENV)/.ready ## the C++ suites and Python tests for 64-bit Arm, under QEMU (Debian; 20 minutes)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cases
+import cpu_cases as cases
 import peaks
 import report
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import cases
+import cpu_cases as cases
 import peaks
 from tilewise.cli import tables
 from tilewise.cli.timing import Timing

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
-sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]  # last: bench has a cases.py too
+sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 
 import bench_distributed as bench  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402

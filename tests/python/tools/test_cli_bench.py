@@ -19,7 +19,7 @@ from tilewise.cli.contestants import ATTEND, ON_DEVICE, Problem, prepare  # noqa
 BENCH = ROOT / "bench"
 sys.path.insert(0, str(BENCH))
 import bench_cpu  # noqa: E402
-import cases  # noqa: E402
+import cpu_cases as cases  # noqa: E402
 import peaks  # noqa: E402
 
 # --- timing ---------------------------------------------------------------------------------------
