@@ -8,8 +8,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-quick=
-[ "${1:-}" = --quick ] && quick=1
+case ${1:-} in
+  '') quick= ;;
+  --quick) quick=1 ;;
+  *) echo "test_aarch64: unknown argument '$1'; only --quick is allowed" >&2 && exit 2 ;;
+esac
 root=$(tools/setup.sh aarch64)
 arm=(qemu-aarch64-static -L "$root")
 export PYTHONPATH=python TILEWISE_LIBRARY_DIR=$PWD/build/aarch64

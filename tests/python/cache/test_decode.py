@@ -19,6 +19,19 @@ pytestmark = pytest.mark.abi
 DTYPES = ["fp32", "bf16", "fp16"]
 
 
+def random_places(
+    r: np.random.Generator, batch: int, used_k: tuple[int, ...] | None, page_size: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Where the keys of each sequence begin, and its row of a cache; in most cases neither."""
+    leftpad = None
+    if used_k is not None and r.integers(4) == 0:
+        leftpad = tuple(int(n) for n in r.integers(0, np.array(used_k) + 1))
+    kv_idx = None
+    if not page_size and r.integers(4) == 0:
+        kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
+    return leftpad, kv_idx
+
+
 def random_case(seed: int, dtype: str) -> Case:
     """Lengths that differ widely; paged, indexed or contiguous caches; every score option."""
     r = np.random.default_rng(seed)
@@ -36,12 +49,7 @@ def random_case(seed: int, dtype: str) -> Case:
         # Log-normal, like the lengths of real requests.
         spread = np.exp(r.standard_normal(batch) - 1.5) * longest
         used_k = tuple(int(n) for n in np.clip(spread, r.integers(0, 2), room))
-    leftpad = None
-    if used_k is not None and r.integers(4) == 0:
-        leftpad = tuple(int(n) for n in r.integers(0, np.array(used_k) + 1))
-    kv_idx = None
-    if not page_size and r.integers(4) == 0:
-        kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
+    leftpad, kv_idx = random_places(r, batch, used_k, page_size)
     return Case(
         dtype=dtype, rows=(rows,) * batch, keys=(room,) * batch, heads_kv=heads_kv, group=group,
         head_dim=int(r.choice([16, 40, 64, 88])), head_dim_v=int(r.choice([64, 64, 24, 80])),

@@ -72,12 +72,7 @@ def option_case(seed: int, dtype: str) -> Case:
     page_size = int(r.choice([0, 0, 1, 3, 16, 64, 128]))
     room = -(-longest // page_size) * page_size if page_size else longest
     used_k = tuple(int(n) for n in r.integers(0, longest + 1, batch)) if r.integers(4) else None
-    leftpad = None
-    if used_k is not None and r.integers(4) == 0:
-        leftpad = tuple(int(n) for n in r.integers(0, np.array(used_k) + 1))
-    kv_idx = None
-    if not page_size and r.integers(4) == 0:
-        kv_idx = tuple(int(n) for n in r.permutation(batch + 2)[:batch])
+    leftpad, kv_idx = test_decode.random_places(r, batch, used_k, page_size)
     return Case(
         dtype=dtype, rows=(rows,) * batch, keys=(room,) * batch, group=group, used_k=used_k,
         heads_kv=int(r.integers(1, 3)) if rows <= 7 else 1, head_dim=int(head_dim),
