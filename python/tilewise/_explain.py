@@ -310,7 +310,7 @@ def _mask_text(mask: Any, a: Any) -> str:
     """The tiles of the mask, reduced by the band if all sequences have the same lengths."""
     from ._block_lists import FULL, PARTIAL, reduced_by_band
 
-    if a.cu_seqlens_q or a.block_table:
+    if a.cu_seqlens_q or a.block_table or a.seqused_k or a.leftpad_k:
         grid, whose = mask.tiles(), "of the mask, without the band"
     else:
         band = a.seqlen_k - a.seqlen_q, a.window_left, a.window_right

@@ -130,8 +130,32 @@ class _Arrays(NamedTuple):
     def problem(self, request: Request, layout: CacheLayout) -> _numpy._Problem:
         splits = _check.split_count(layout.num_splits, request.batch_invariant)
         numbers = {"num_splits": splits, "max_seqlen_q": layout.max_rows()}
+        arrays = self.arrays
+        if request.mask is not None:
+            arrays, numbers = arrays | self._mask(request.mask), numbers | request.mask.numbers()
+            request = request._replace(mask=None)
         return _numpy._describe_problem(
-            self.q, self.k_cache, self.v_cache, self.batch, request, self.arrays, numbers, False
+            self.q, self.k_cache, self.v_cache, self.batch, request, arrays, numbers, False
+        )
+
+    def _mask(self, mask: Any) -> dict[str, Array]:
+        packed = "cu_seqlens_q" in self.arrays
+        lengths = None if packed else (self.q.shape[1], self.capacity())
+        return _numpy._mask(mask, self.batch, self.q.shape[-2], lengths)
+
+    def capacity(self) -> int:
+        """The keys that a row of the caches, or of block_table, has room for."""
+        table = self.arrays.get("block_table")
+        return int(self.k_cache.shape[1]) * (1 if table is None else table.shape[1])
+
+    def check_entries(self, mask: Any) -> None:
+        """Refuses entries of a mask that are out of range: a call without rows and keys."""
+        empty = np.empty((self.batch, 0, self.q.shape[-2], 1), self.q.dtype)
+        arrays, numbers = self._mask(mask), mask.numbers()
+        _numpy._forward(
+            _numpy._describe_problem(
+                empty, empty, empty, self.batch, Request(), arrays, numbers, False
+            )
         )
 
 
@@ -231,6 +255,8 @@ def _attend(
     if appends and selects:
         _plan(problem)
     _plan(attended)
+    if appends and request.mask is not None:
+        given.check_entries(request.mask)
     try:
         if appends:
             written = (turned, rotated[..., columns:], k_cache, v_cache)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _latent, _ops, _plain, _selected
+from . import _autograd, _check, _latent, _mask_tensors, _ops, _plain, _selected
 from ._cache import (
     CacheLayout,
     Entries,
@@ -201,9 +201,18 @@ def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: i
 
 def prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request,
-    layout: CacheLayout, appends: bool = False,
+    layout: CacheLayout,
 ) -> Options:  # fmt: skip
-    """The options of a checked problem without its new keys, which seqused_k does not count."""
+    """The options of a checked problem without new keys."""
+    options = _prepare(q, k_cache, v_cache, lengths, request, layout, False)
+    return _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask)
+
+
+def _prepare(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, request: Request,
+    layout: CacheLayout, appends: bool,
+) -> Options:  # fmt: skip
+    """``prepare`` without the mask. If the call appends, seqused_k does not count the new keys."""
     check_tensors(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     starts = index_tensor("cu_seqlens_q", layout.cu_seqlens_q, q.device)
     packed = None if starts is None else batch_of(starts)
@@ -253,7 +262,7 @@ def attention_with_kvcache(
     batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v, indices = layout
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
-        batch_invariant, k_descale, v_descale,
+        batch_invariant, k_descale, v_descale, mask,
     ) = given  # fmt: skip
     if head_dim_v is not None:
         v_cache = _latent.values_of(as_array("k_cache", k_cache), v_cache, head_dim_v)
@@ -261,7 +270,7 @@ def attention_with_kvcache(
         k is None and v is None and cos is None and sin is None and rotary_lengths is None
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
-        and not check and indices is None
+        and not check and indices is None and mask is None
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,
@@ -279,7 +288,7 @@ def _general(
     """``attention_with_kvcache`` with any options, and with an append."""
     _selected.check_options(layout, new, request)
     appends = new.k is not None
-    options = prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
+    options = _prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
     indices = index_tensor("indices", layout.indices, q.device)
     if indices is not None:
         _check.shape("indices", indices, (*q.shape[:-2], None), "[rows of q, selected keys]")
@@ -297,6 +306,10 @@ def _general(
                 "False is allowed"
             )
         check_entries(_entries(*appended, options, new))
+    if request.mask is not None:
+        options = _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask)
+        if appends and _has_values():
+            _mask_tensors.check_entries(options, q)
     try:
         rotated, grown = append(*appended, options, new)
         if appended[0] is not q:  # its columns after the values of a latent cache

@@ -21,6 +21,7 @@ def check_options(layout: CacheLayout, new: NewKeys, request: Request) -> None:
     for name, given in (
         ("causal or window", left >= 0 or right >= 0),
         ("bias", request.bias is not None),
+        ("mask", request.mask is not None),
         ("alibi_slopes", request.alibi_slopes is not None),
         ("cache_leftpad", layout.cache_leftpad is not None),
         ("rotary_cos", new.rotary_cos is not None),

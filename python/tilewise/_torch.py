@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _check, _flops, _max_logits, _ops, _plain  # noqa: F401 (_flops registers)
+from ._mask_tensors import with_mask
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
@@ -105,7 +106,7 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
     options = with_descale(score_options(q, q.shape[0], request), q, k, request)
     options = options._replace(bias=bias, heads_first=heads_first)
     if request.mask is not None:
-        options = _with_mask(options, q, q.shape[0], request.mask, (q.shape[1], k.shape[1]))
+        options = with_mask(options, q, q.shape[0], request.mask, (q.shape[1], k.shape[1]))
     return *_columns(q, k, v), options
 
 
@@ -137,7 +138,7 @@ def prepare_varlen(
         max_seqlen_k=max_keys,
     )
     if request.mask is not None:
-        options = _with_mask(options, q, batch, request.mask, None)
+        options = with_mask(options, q, batch, request.mask, None)
     return *_columns(q, k, v), options
 
 
@@ -263,31 +264,6 @@ def with_descale(
     return options._replace(
         k_descale=factors("k_descale", request.k_descale),
         v_descale=factors("v_descale", request.v_descale),
-    )
-
-
-def _with_mask(
-    options: _ops.Options, q: Tensor, batch: int, mask: Any, lengths: tuple[int, int] | None
-) -> _ops.Options:
-    """The options with the arrays of a mask; ``lengths`` are the rows and keys if all sequences
-    have the same.
-    """
-    from . import masks
-
-    masks.check(mask, batch, q.shape[-2], lengths)
-    given = mask.arguments()
-    arrays = [(x if isinstance(x, Tensor) else torch.from_numpy(x)).contiguous() for x in given]
-    if arrays[0].device != q.device:
-        raise ValueError(
-            f"mask is on {arrays[0].device}, but must be on {q.device} like q: pass "
-            "mask.to(q.device)"
-        )
-    numbers = mask.numbers()
-    return options._replace(
-        mask_first=arrays[0],
-        mask_entries=arrays[1],
-        mask_bits=arrays[2] if numbers else None,
-        **numbers,
     )
 
 

@@ -19,7 +19,7 @@ def attention_with_kvcache(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0,
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    head_dim_v: int | None = None, indices: Any = None,
+    head_dim_v: int | None = None, indices: Any = None, mask: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
@@ -80,8 +80,14 @@ def attention_with_kvcache(
             these rows of the caches, in any order (top-k sparse attention). Row r of page (or of
             batch row) p is p * page_size + r. An index that is negative or not in the cache selects
             nothing, and one given twice counts twice. Lengths and block_table say only where new
-            keys go. Not together with causal, window, bias, alibi_slopes, cache_leftpad and rotary
-            embedding, which need the positions of keys.
+            keys go. Not together with causal, window, bias, mask, alibi_slopes, cache_leftpad and
+            rotary embedding, which need the positions of keys.
+        mask: One of ``tilewise.masks``, on a CPU: a pair is visible if the mask, causal and window
+            all allow it. Key 0 of a mask is the first key after the left padding, and keys count
+            on through all pages to the last new one. ``Ranges`` may go beyond the keys of a
+            sequence. ``Blocks`` must have Sq rows, and a key for each that a row of the caches or
+            of block_table has room for; with cu_seqlens_q they may have any size, and what lies
+            outside is hidden.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
@@ -107,7 +113,7 @@ def attention_with_kvcache(
     )  # fmt: skip
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale,
+        False, batch_invariant, k_descale, v_descale, mask,
     )  # fmt: skip
     results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, layout, options)
     return results if return_lse else results[0]

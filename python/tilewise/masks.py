@@ -367,7 +367,7 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
         mask: The argument of the call.
         batch: Sequences of the call.
         heads: Query heads.
-        lengths: Rows and keys, if all sequences have the same.
+        lengths: Rows and keys, if all sequences have the same; keys of a cache: its capacity.
 
     Raises:
         TypeError: it is no mask.
@@ -383,8 +383,8 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
             raise ValueError(f"mask has {name} {count}, but must have 1 or {wanted} like q")
     if isinstance(mask, Blocks) and lengths is not None and lengths != (mask.rows, mask.keys):
         raise ValueError(
-            f"mask is for {mask.rows} rows and {mask.keys} keys, but q and k have {lengths[0]} and "
-            f"{lengths[1]}"
+            f"mask is for {mask.rows} rows and {mask.keys} keys, but must be for {lengths[0]} rows "
+            f"and {lengths[1]} keys"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _block_lists, _torch, _trapezoids
+from .. import _block_lists, _mask_tensors, _trapezoids
 from .._block_lists import BLOCK, Array, Strip, blocks_of
 from .._mask import Mask, rebuilt
 from .._options import Options
@@ -191,7 +191,7 @@ class MaskPart:
             heads = (0, 1)
         if heads not in self._of_heads:
             self._of_heads[heads] = _heads_of(self._mask, heads).to(self._device)
-        return _torch._with_mask(options, q, batch, self._of_heads[heads], None)
+        return _mask_tensors.with_mask(options, q, batch, self._of_heads[heads], None)
 
 
 def _heads_of(mask: Any, heads: Run) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import _check, _torch
+from .. import _check, _mask_tensors, _torch
 from .._options import Options
 from .._request import Request
 from . import cost
@@ -307,12 +307,8 @@ def _by_place(request: Request) -> bool:
 def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
     if mask is None:
         return
-    if q.device.type != "cpu":  # an error of the kernels would leave messages in flight
-        raise RuntimeError(
-            f"mask is given with q on {q.device}, but only CPUs compute masks so far: on a GPU, a "
-            "bias of -inf hides pairs"
-        )
-    _torch._with_mask(Options(), q, batch, mask, None)
+    _mask_tensors.refuse_on_gpu(q)  # an error of the kernels would leave messages in flight
+    _mask_tensors.with_mask(Options(), q, batch, mask, None)
 
 
 def _mask_of(request: Request) -> WholeMask | None:

@@ -23,21 +23,24 @@ HEAD_DIM, HEAD_DIM_V, CAPACITY = 24, 16, 48
 
 
 class Cache:
-    """A cache of random keys, contiguous or paged, and its contiguous form [B, CAPACITY, Hkv,
+    """A cache of random keys, contiguous or paged, and its contiguous form [B, capacity, Hkv,
     D]."""
 
-    def __init__(self, batch, heads_kv, dtype, page_size=0, batch_idx=False, seed=0):
+    def __init__(
+        self, batch, heads_kv, dtype, page_size=0, batch_idx=False, seed=0, capacity=CAPACITY
+    ):
         g = devices.generator(seed)
+        self.capacity = capacity
         self.page_size, self.table, self.index = page_size, None, None
         rows = batch + 2 if batch_idx else batch
         if page_size:
-            width = -(-CAPACITY // page_size)
+            width = -(-capacity // page_size)
             pages = width * batch + 3
             self.table = torch.randperm(pages, generator=g)[: width * batch]
             self.table = self.table.reshape(batch, width).int()
             shape = (pages, page_size)
         else:
-            shape = (rows, CAPACITY)
+            shape = (rows, capacity)
         if batch_idx:
             self.index = torch.randperm(rows, generator=g)[:batch].int()
         self.k = torch.randn(*shape, heads_kv, HEAD_DIM, generator=g).to(dtype)
@@ -46,7 +49,7 @@ class Cache:
     def as_contiguous(self, cache):
         """The rows of every sequence, in order."""
         if self.table is not None:
-            return cache[self.table.long()].flatten(1, 2)[:, :CAPACITY]
+            return cache[self.table.long()].flatten(1, 2)[:, : self.capacity]
         return cache if self.index is None else cache[self.index.long()]
 
     def arguments(self):

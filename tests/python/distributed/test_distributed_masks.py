@@ -155,7 +155,7 @@ def refused(group, method, kind):
 
 REFUSALS = {
     "differ": "mask is Ranges with hash",
-    "size": "mask is for 24 rows and 23 keys, but q and k have 24 and 24",
+    "size": "mask is for 24 rows and 23 keys, but must be for 24 rows and 24 keys",
     "heads": "mask has heads 3, but must have 1 or 2 like q",
     "type": "mask is a ndarray, but must be one of tilewise.masks",
     "entries": "mask.entries[0] is [0, 3, -1, 2, 0], but must have 0 <= row begin <= row end",

@@ -1,0 +1,74 @@
+"""Masks of calls on PyTorch tensors: their arrays as options of the operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._options import Options
+
+
+def with_mask(
+    options: Options, q: Tensor, batch: int, mask: Any, lengths: tuple[int, int] | None
+) -> Options:
+    """The options with the arrays of a mask; ``lengths`` are the rows and keys if all sequences
+    have the same.
+    """
+    from . import masks
+
+    masks.check(mask, batch, q.shape[-2], lengths)
+    return _with_arrays(options, _tensors(mask, q), mask.numbers())
+
+
+def with_mask_of_cache(options: Options, q: Tensor, k_cache: Tensor, mask: Any) -> Options:
+    """The options with the mask of a call with a cache, or None."""
+    if mask is None:
+        return options
+    refuse_on_gpu(q)
+    table, packed = options.block_table, options.cu_seqlens_q is not None
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
+    lengths = None if packed else (q.shape[1], capacity)
+    return with_mask(options, q, batch, mask, lengths)
+
+
+def check_entries(options: Options, q: Tensor) -> None:
+    """Refuses entries of a mask that are out of range: a call without rows and keys."""
+    batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
+    empty = q.new_empty((batch, 0, q.shape[-2], 1))
+    fields = ("mask_first", "mask_entries", "mask_bits", "mask_heads", "mask_rows", "mask_keys")
+    mask = {name: getattr(options, name) for name in fields}
+    _ops.forward_alone(empty, empty, empty, Options(**mask))
+
+
+def refuse_on_gpu(q: Tensor) -> None:
+    """For calls that must not begin before a mask is refused; kernels refuse it as well."""
+    if q.device.type != "cpu":
+        raise RuntimeError(
+            f"mask is given with q on {q.device}, but only CPUs compute masks so far: on a GPU, a "
+            "bias of -inf hides pairs"
+        )
+
+
+def _tensors(mask: Any, q: Tensor) -> list[Tensor]:
+    """The arrays of a mask, which must be on the device of q."""
+    given = mask.arguments()
+    arrays = [(x if isinstance(x, Tensor) else torch.from_numpy(x)).contiguous() for x in given]
+    if arrays[0].device != q.device:
+        raise ValueError(
+            f"mask is on {arrays[0].device}, but must be on {q.device} like q: pass "
+            "mask.to(q.device)"
+        )
+    return arrays
+
+
+def _with_arrays(options: Options, arrays: list[Tensor], numbers: dict[str, Any]) -> Options:
+    return options._replace(
+        mask_first=arrays[0],
+        mask_entries=arrays[1],
+        mask_bits=arrays[2] if numbers else None,
+        **numbers,
+    )
