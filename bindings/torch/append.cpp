@@ -65,7 +65,7 @@ void describe_cache(const AppendArguments& in, Append& append) {
     expect_dtype(*in.block_table, "block_table", aoti_torch_dtype_int32(), "int32");
     expect_shape(*in.block_table, "block_table", {c.batch, any_size});
     expect_contiguous_columns(*in.block_table, "block_table");
-    c.block_table = static_cast<const int32_t*>(in.block_table->const_data_ptr());
+    c.block_table = static_cast<const int32_t*>(address_of(*in.block_table));
     c.block_table_stride = in.block_table->stride(0);
     c.block_table_width = in.block_table->size(1);
     c.pages = in.k_cache.size(0);
@@ -119,8 +119,8 @@ void describe_rotary(const AppendArguments& in, Append& append) {
     if (!tensor->is_contiguous())
       invalid(std::string(name) + " is not contiguous, but must be contiguous");
   }
-  c.rotary_cos = cos.const_data_ptr();
-  c.rotary_sin = sin.const_data_ptr();
+  c.rotary_cos = address_of(cos);
+  c.rotary_sin = address_of(sin);
   c.rotary_rows = cos.size(0);
   c.rotary_dim = cos.size(1) * 2;
 }

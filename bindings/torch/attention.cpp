@@ -16,7 +16,7 @@ void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attentio
       invalid("bias has " + std::to_string(bias.size(i)) + " elements in dimension " +
               std::to_string(i) + ", but must have 1 or " + meaning[i] + " = " +
               std::to_string(full[i]));
-  a.bias = bias.const_data_ptr();
+  a.bias = address_of(bias);
   a.bias_stride_batch = stride_of(bias, 0);
   a.bias_stride_head = stride_of(bias, 1);
   a.bias_stride_row = stride_of(bias, 2);
@@ -34,7 +34,7 @@ void describe_alibi(const Tensor& slopes, const Problem& problem, tilewise_atten
   else
     expect_shape(slopes, "alibi_slopes", {a.heads_q});
   expect_contiguous_columns(slopes, "alibi_slopes");
-  a.alibi_slopes = static_cast<const float*>(slopes.const_data_ptr());
+  a.alibi_slopes = static_cast<const float*>(address_of(slopes));
   a.alibi_stride_batch = slopes.dim() == 2 ? slopes.stride(0) : 0;
 }
 
@@ -45,7 +45,7 @@ void describe_cache(const Options& options, const Problem& problem, tilewise_att
     expect_dtype(table, "block_table", aoti_torch_dtype_int32(), "int32");
     expect_shape(table, "block_table", {a.batch, any_size});
     expect_contiguous_columns(table, "block_table");
-    a.block_table = static_cast<const int32_t*>(table.const_data_ptr());
+    a.block_table = static_cast<const int32_t*>(address_of(table));
     a.block_table_stride = table.stride(0);
     a.block_table_width = table.size(1);
   }
@@ -116,7 +116,7 @@ void describe_score(const Options& options, const Problem& problem, tilewise_att
     expect_dtype(state, "dropout_state", aoti_torch_dtype_int64(), "int64");
     expect_shape(state, "dropout_state", {2});
     expect_contiguous_columns(state, "dropout_state");
-    a.dropout_state = static_cast<const uint64_t*>(state.const_data_ptr());
+    a.dropout_state = static_cast<const uint64_t*>(address_of(state));
   }
 }
 
@@ -149,7 +149,7 @@ void describe_mask(const Options& options, Problem& problem) {
     expect_dtype(tensor, name, aoti_torch_dtype_int32(), "int32");
     expect_shape(tensor, name, shape);
     if (!tensor.is_contiguous()) invalid(std::string(name) + " must be contiguous");
-    return static_cast<const int32_t*>(tensor.const_data_ptr());
+    return static_cast<const int32_t*>(address_of(tensor));
   };
   m.first = array(*options.mask_first, "mask_first", {any_size});
   m.batch = options.mask_first->size(0) - 1;

@@ -76,7 +76,7 @@ void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, co
     expect_place(*given, name, place);
     expect_dtype(*given, name, aoti_torch_dtype_float32(), "float32");
     expect_shape(*given, name, {c.batch, c.heads_kv});
-    data = static_cast<const float*>(given->const_data_ptr());
+    data = static_cast<const float*>(address_of(*given));
     stride_batch = stride_of(*given, 0);
     stride_head = stride_of(*given, 1);
   };

@@ -66,7 +66,7 @@ tilewise_tangents describe(const Tangents& given, const State& state, const Opti
     if (!options.bias) invalid("bias_tangent is given, but bias is not");
     expect_like(*given.bias, "bias_tangent", *options.bias, problem);
     expect_contiguous_columns(*given.bias, "bias_tangent");
-    t.bias = given.bias->const_data_ptr();
+    t.bias = address_of(*given.bias);
     t.bias_stride_batch = stride_of(*given.bias, 0);
     t.bias_stride_head = stride_of(*given.bias, 1);
     t.bias_stride_row = stride_of(*given.bias, 2);

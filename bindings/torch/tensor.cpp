@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <array>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -29,7 +30,7 @@ const void* dense_vector(const Tensor& tensor, const char* name, int64_t size, c
   if (size > 1 && tensor.stride(0) != 1)
     invalid(std::string(name) + " has stride " + std::to_string(tensor.stride(0)) +
             ", but must be contiguous");
-  return tensor.const_data_ptr();
+  return address_of(tensor);
 }
 
 Tensor new_strided(const int64_t* shape, const int64_t* strides, int64_t rank, int32_t dtype,
@@ -139,6 +140,11 @@ void expect_contiguous_columns(const Tensor& tensor, const char* name) {
 
 int64_t stride_of(const Tensor& tensor, int64_t dim) {
   return tensor.size(dim) <= 1 ? 0 : tensor.stride(dim);
+}
+
+const void* address_of(const Tensor& tensor) {
+  alignas(64) static constexpr std::array<std::byte, 64> kNoElements{};
+  return tensor.numel() == 0 ? kNoElements.data() : tensor.const_data_ptr();
 }
 
 tilewise_tensor view_of(const Tensor& tensor, const char* name) {

@@ -76,11 +76,16 @@ void expect_both(const OptionalTensor& first, const char* first_name, const Opti
 // used.
 int64_t stride_of(const Tensor& tensor, int64_t dim);
 
+// The address of an optional argument that is given. torch gives a tensor without elements a null
+// pointer, which would tell the C ABI that the argument is not given: it gets an address that
+// nothing reads.
+const void* address_of(const Tensor& tensor);
+
 // The view of a tensor [batch, row, head, column] or, with three dimensions, [row, head, column].
 tilewise_tensor view_of(const Tensor& tensor, const char* name);
 
-// The data of a contiguous vector, or null if it is not given. Checks its device, dtype, shape and
-// contiguity.
+// The address of a contiguous vector, or null if it is not given. Checks its device, dtype, shape
+// and contiguity.
 const int32_t* int32_vector(const OptionalTensor& tensor, const char* name, int64_t size,
                             const Place& place);
 const float* float_vector(const OptionalTensor& tensor, const char* name, int64_t size,

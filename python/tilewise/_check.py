@@ -188,6 +188,19 @@ def max_head_dim(device: str) -> int:
     return _MAX_HEAD_DIM_CUDA if device == "cuda" else MAX_HEAD_DIM
 
 
+def head_dim(name: str, value: Any, allowed: str = "an integer") -> int:
+    """The columns of a head, which the argument or the term of arguments `name` gives.
+
+    Raises:
+        TypeError: the value is not an integer.
+        ValueError: no kernel has heads of this size.
+    """
+    columns = integer(name, value, allowed)
+    if not 1 <= columns <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} is {columns}, but must be 1..{MAX_HEAD_DIM}")
+    return columns
+
+
 def head_sizes(
     heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int, largest: int = MAX_HEAD_DIM
 ) -> None:

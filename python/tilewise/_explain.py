@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from . import _abi, _check, _describe, _latent
-from ._cache import CacheLayout
+from . import _abi, _check, _describe, _latent, _selected
+from ._cache import CacheLayout, NewKeys
 from ._check import UNBOUNDED, Window
 from ._library import c_library
 from ._request import Request, Sequences
@@ -70,15 +70,16 @@ def explain(
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     mask: Any = None, return_max_logits: bool = False, cache_seqlens: Any = None,
     cache_batch_idx: Any = None, cache_leftpad: Any = None, num_splits: int = 0,
-    head_dim_v: int | None = None,
+    head_dim_v: int | None = None, indices: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
     The function that is explained follows from the arguments. With cu_seqlens_q it is
-    ``attention_varlen``. With cache_seqlens, cache_batch_idx, cache_leftpad or head_dim_v it is
-    ``attention_with_kvcache``, whose caches are k and v; neither its append nor selected keys are
-    explained, so there are no arguments for new keys, new values, rotary embedding and indices. All
-    arguments are those of the explained function, with the same shapes, dtypes, checks and errors.
+    ``attention_varlen``. With cache_seqlens, cache_batch_idx, cache_leftpad, head_dim_v or indices
+    it is ``attention_with_kvcache``, whose caches are k and v; its append is not explained, so
+    there are no arguments for new keys, new values and rotary embedding. With indices the problem
+    has a sequence for each row of q, whose pages are the selected rows. All arguments are those of
+    the explained function, with the same shapes, dtypes, checks and errors.
 
     Returns:
         Explanation: the kernel, tiles, splits, threads, workspace and reason of each pass. It
@@ -96,7 +97,7 @@ def explain(
     _latent.check_one_tensor(head_dim_v, v, None, v_descale)
     if head_dim_v is not None:
         request = request._replace(v_descale=k_descale)
-    given = (cache_seqlens, cache_batch_idx, cache_leftpad, head_dim_v)
+    given = (cache_seqlens, cache_batch_idx, cache_leftpad, head_dim_v, indices)
     cached = any(x is not None for x in given)
     if num_splits != 0 and not cached:
         raise ValueError("num_splits is given, but belongs to cache_seqlens, which is None")
@@ -109,8 +110,9 @@ def explain(
     if cached:
         cache_layout = CacheLayout(
             cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q,
-            max_seqlen_q, head_dim_v,
+            max_seqlen_q, head_dim_v, indices,
         )  # fmt: skip
+        _selected.check_options(cache_layout, NewKeys(), request)
         function, problem = attention_with_kvcache, _Cached(cache_seqlens, cache_layout)
     elif sequences.or_none() is not None:
         function, problem = attention_varlen, sequences
@@ -208,6 +210,8 @@ def _describe_torch(
             layout = problem.cache_layout
             v = _latent.values_of(_torch.as_array("k_cache", k), v, layout.head_dim_v)
             options = _kvcache_torch.prepare(q, k, v, problem.lengths, request, layout)
+            if layout.indices is not None:
+                q, k, v, options = _kvcache_torch.select(q, k, v, options, layout.indices)
         elif isinstance(problem, Sequences):
             q, k, v, options = _torch.prepare_varlen(q, k, v, problem, request)
         else:

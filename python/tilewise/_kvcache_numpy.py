@@ -164,7 +164,11 @@ def prepare(
 ) -> _numpy._Problem:
     """The problem that ``attention_with_kvcache`` runs once new keys are in the cache."""
     given = _check_arrays(q, k_cache, v_cache, lengths, request.bias, layout, False)
-    return given.problem(request, layout)
+    return (
+        given.problem(request, layout)
+        if layout.indices is None
+        else _select(given, request, layout)
+    )
 
 
 def _check_arrays(

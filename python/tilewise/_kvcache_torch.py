@@ -289,11 +289,9 @@ def _general(
     _selected.check_options(layout, new, request)
     appends = new.k is not None
     options = _prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
-    indices = index_tensor("indices", layout.indices, q.device)
-    if indices is not None:
-        _check.shape("indices", indices, (*q.shape[:-2], None), "[rows of q, selected keys]")
-        k_rows = _selected.single_rows("k_cache", k_cache)
-        v_rows = _selected.single_rows("v_cache", v_cache)
+    selected = None
+    if layout.indices is not None:
+        selected = select(q, k_cache, v_cache, options, layout.indices)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
@@ -315,28 +313,28 @@ def _general(
         if appended[0] is not q:  # its columns after the values of a latent cache
             rotates = new.rotary_cos is not None
             rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
-        if indices is None:
+        if selected is None:
             return _ops.forward_alone(rotated, k_cache, v_cache, grown)
-        return _attend_selected(rotated, k_rows, v_rows, grown, indices)
+        return _rows_like(q, *_ops.forward_alone(*selected))
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
             _raise_with_python_names(appended, options, new)
         raise
 
 
-def _attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the rows of k and v that indices [*rows of q, keys] select.
+def select(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, indices: Any
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """The problem of rows of q that see only the rows of the caches that indices select.
 
-    k and v are the caches as ``_selected.single_rows`` returns them.
+    Each row of q is a sequence of its own, and each row of the caches a page.
     """
     lead, starts, device = q.shape[:-2], options.cu_seqlens_q, q.device
+    indices = index_tensor("indices", indices, device)
+    _check.shape("indices", indices, (*lead, None), "[rows of q, selected keys]")
+    k = _selected.single_rows("k_cache", k_cache)
+    v = _selected.single_rows("v_cache", v_cache)
     rows = lead.numel()
-    if rows == 0:  # an empty block table has no memory, so the library would see none
-        heads, columns = q.shape[-2], v.shape[-1]
-        lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=torch.float32)
-        return q.new_empty((*lead, heads, columns)), lse
     if starts is None:
         owners = torch.arange(lead[0], device=device).repeat_interleave(lead[1])
         unused = torch.zeros(rows, 1, dtype=torch.bool, device=device)
@@ -349,8 +347,8 @@ def _attend_selected(
     def per_row(factors: Tensor | None) -> Tensor | None:
         return None if factors is None else factors[owners]
 
-    take, flat = torch.take_along_dim, indices.reshape(rows, indices.shape[-1])
-    table, keys = _selected.tables(torch, take, flat, k.shape[0], unused)
+    flat = indices.reshape(rows, indices.shape[-1])
+    table, keys = _selected.tables(torch, torch.take_along_dim, flat, k.shape[0], unused)
     options = options._replace(
         cu_seqlens_q=None,
         max_seqlen_q=0,
@@ -360,8 +358,13 @@ def _attend_selected(
         k_descale=per_row(options.k_descale),
         v_descale=per_row(options.v_descale),
     )
-    out, lse = _ops.forward_alone(q.reshape(rows, 1, *q.shape[-2:]), k, v, options)
-    lse = lse.reshape(*lead, -1).transpose(-1, -2).contiguous()
+    return q.reshape(rows, 1, *q.shape[-2:]), k, v, options
+
+
+def _rows_like(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Out [rows, 1, H, Dv] and lse [rows, H, 1] in the dimensions of q."""
+    lead, heads = q.shape[:-2], q.shape[-2]
+    lse = lse.reshape(*lead, heads).transpose(-1, -2).contiguous()
     return out.reshape(*lead, *out.shape[-2:]), lse
 
 

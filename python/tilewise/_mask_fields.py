@@ -80,6 +80,27 @@ def vector(values: list[int], like: Any) -> Any:
     return torch.tensor(values, dtype=torch.int32, device=like.device)
 
 
+def check_kinds(numbers: Any) -> None:
+    """Refuses numbers of no kind, as far as they can be read here without waiting for a GPU."""
+    if is_tensor(numbers) and not _is_readable(numbers):
+        return
+    given = host(numbers)
+    bad = (given < 0) | (given >= len(KINDS))
+    if bad.any():
+        i = int(bad.argmax())
+        allowed = ", ".join(f"{n} ({name})" for n, name in enumerate(KINDS))
+        raise ValueError(f"kinds[{i}] is {given[i]}, but must be one of {allowed}")
+
+
+def _is_readable(tensor: Any) -> bool:
+    import torch
+
+    from ._autograd import is_transformed
+
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not is_transformed()
+
+
 def kind_numbers(kinds: Any, count: int, like: Any) -> Any:
     """The kinds as numbers; names are looked up."""
     if isinstance(kinds, str):

@@ -61,8 +61,6 @@ def tables(xp: Any, take: Any, indices: Any, slots: int, unused: Any) -> tuple[A
         indices: int32 [rows, keys]; those outside of 0 to slots - 1 select nothing.
         unused: bool [rows, 1]: rows that belong to no sequence and see nothing.
     """
-    if indices.shape[1] == 0:  # a block table needs a column
-        indices = xp.zeros_like(unused, dtype=xp.int32) - 1
     valid = (indices >= 0) & (indices < slots) & ~unused
     columns = xp.cumsum(xp.ones_like(indices), 1)
     order = xp.argsort(xp.where(valid, columns, columns + indices.shape[1]), 1)

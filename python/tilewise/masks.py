@@ -19,7 +19,7 @@ from . import _block_lists, _trapezoids
 from ._block_lists import BLOCK, FULL, PARTIAL, Array, Lists, Strip, blocks_of
 from ._check import is_tensor
 from ._mask import Mask, rebuilt
-from ._mask_fields import KINDS, host, int32, kind_numbers, number, vector
+from ._mask_fields import KINDS, check_kinds, host, int32, kind_numbers, number, vector
 
 __all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
 
@@ -81,14 +81,15 @@ class Ranges(_Combining):
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: an argument has the wrong shape, or no kind has a given name. Numbers out of
-                range are refused by the calls that use the mask.
+            ValueError: an argument has the wrong shape, or no kind has a given name or number. The
+                calls that use the mask refuse ranges out of order, and kinds in a tensor on a GPU.
         """
         like = next((x for x in (query_ranges, key_ranges, kinds, starts) if is_tensor(x)), None)
         rows = int32("query_ranges", query_ranges, (None, 2), like)
         count = rows.shape[0]
         keys = int32("key_ranges", key_ranges, (count, 2), like)
         numbers = int32("kinds", kind_numbers(kinds, count, like), (count,), like)
+        check_kinds(numbers)
         starts = vector([0, count], like) if starts is None else starts
         first = int32("starts", starts, (None,), like)
         if first.shape[0] < 2:

@@ -51,8 +51,7 @@ class FlashAttention(torch.nn.Module):
         tf32: bool = False, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not 1 <= _check.integer("head_dim", head_dim, "an integer") <= _check.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {head_dim}, but must be 1..{_check.MAX_HEAD_DIM}")
+        _check.head_dim("head_dim", head_dim)
         _check.heads_first(layout)
         _check.window_bounds(causal, window)
         self.head_dim, self.layout = head_dim, layout
@@ -224,10 +223,10 @@ class MultiheadAttention(torch.nn.Module):
                 "unless head_dim is given"
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
-        self.head_dim = embed_dim // num_heads
-        if head_dim is not None:
-            self.head_dim = _check.integer("head_dim", head_dim, "an integer or None")
-        _check.head_sizes(num_heads, kv_heads, self.head_dim, self.head_dim)
+        if head_dim is None:
+            self.head_dim = _check.head_dim("embed_dim / num_heads", embed_dim // num_heads)
+        else:
+            self.head_dim = _check.head_dim("head_dim", head_dim, "an integer or None")
         _check.window_bounds(causal, window)
         self.causal, self.window = causal, window
         self.softcap, self.dropout_p = _check.softcap(softcap), _check.dropout(dropout_p)

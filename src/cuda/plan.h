@@ -32,8 +32,8 @@ constexpr WhyNot why_cpu_only(const Request& request) {
     return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
   if (p.max_logits != nullptr && request.is(Pass::forward))
     return {.text =
-                "no GPU kernel writes max_logits: tensors in the memory of the CPU, or a "
-                "forward without them, are allowed"};
+                "no GPU kernel writes max_logits: leave it out of the call, or pass tensors in the "
+                "memory of the CPU"};
   return {};
 }
 

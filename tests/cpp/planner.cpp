@@ -316,8 +316,8 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   Problem with_logits = problem(TILEWISE_BFLOAT16);
   with_logits.max_logits = &logit;
   EXPECT_EQ(ask(with_logits, hopper).why,
-            "device is CUDA (sm_90): no GPU kernel writes max_logits: tensors in the memory of the "
-            "CPU, or a forward without them, are allowed");
+            "device is CUDA (sm_90): no GPU kernel writes max_logits: leave it out of the call, or "
+            "pass tensors in the memory of the CPU");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

@@ -125,6 +125,26 @@ def test_explain_of_a_cache_refuses_arguments_of_other_functions(kind, name, val
 
 
 @BOTH
+def test_explain_of_selected_keys(kind):
+    """The problem that runs: each row of q is a sequence, whose pages are single rows."""
+    pages, starts = kind(torch.zeros(5, 8, 1, 16)), kind(torch.tensor([0, 2, 6]))
+    q = kind(torch.zeros(2, 3, 4, 16))
+    indices = kind(torch.zeros(2, 3, 7, dtype=torch.int32))
+    for given in (
+        dict(q=q, indices=indices),
+        dict(q=q.reshape(6, 4, 16), indices=indices.reshape(6, 7), cu_seqlens_q=starts),
+    ):
+        plan = tilewise.explain(k=pages, head_dim_v=8, **given)
+        for words in ("batch 6, 1 rows x 7 keys", "head dim 16 and 8", "pages of 1"):
+            assert words in plan.problem
+        assert plan.forward.kernel.startswith("cpu.")
+    with pytest.raises(ValueError, match="causal or window and indices are both given"):
+        tilewise.explain(q, pages, pages, indices=indices, causal=True)
+    with pytest.raises(ValueError, match=r"indices has shape \[2, 2, 7\]"):
+        tilewise.explain(q, pages, pages, indices=indices[:, :2])
+
+
+@BOTH
 def test_explain_checks_the_layout_of_every_form(kind):
     q, starts = kind(torch.zeros(9, 2, 16)), kind(torch.tensor([0, 3, 9], dtype=torch.int32))
     dense, varlen = q[None], dict(cu_seqlens_q=starts, cu_seqlens_k=starts)

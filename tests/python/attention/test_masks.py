@@ -396,6 +396,18 @@ def test_every_row_of_the_page_shows_the_same_pairs(capsys):
         (lambda: masks.from_flex(3), TypeError, "block_mask is a int"),
         (lambda: masks.Ranges([[0, 1], [2]], [[0, 1]]), ValueError, "query_ranges has rows of"),
         (lambda: masks.Ranges([[0, 1]], [[0, 1]], 3), TypeError, "kinds is of type int"),
+        (
+            lambda: masks.Ranges([[0, 1]] * 2, [[0, 1]] * 2, [3, 4]),
+            ValueError,
+            r"kinds\[1\] is 4, but must be one of 0 \(full\), 1 \(causal\)",
+        ),
+        (
+            lambda: masks.Ranges(
+                *torch.zeros(2, 1, 2).int(), torch.tensor([-1], dtype=torch.int32)
+            ),
+            ValueError,
+            r"kinds\[0\] is -1, but must be one of",
+        ),
         (lambda: masks.Ranges.causal(-3), ValueError, "seqlen_q is -3, but must be at least 0"),
         (lambda: masks.Ranges.prefixes([1], 2.0), TypeError, "seqlen is of type float"),
         (lambda: masks.Ranges([], []).blocks(0, 3), ValueError, "seqlen_q is 0, but must be at"),
@@ -436,7 +448,6 @@ def test_sentences_of_masks(make, kind, sentence):
         (masks.from_bool(np.ones((1, 3, 9, 9), bool)), ValueError, "mask has heads 3"),
         (masks.from_bool(np.ones((9, 8), bool)), ValueError, "mask is for 9 rows and 8 keys"),
         (masks.Ranges([[5, 2]], [[0, 9]]), ValueError, r"mask.entries\[0, 1\] is 2: row_end"),
-        (masks.Ranges([[0, 2]], [[0, 9]], [4]), ValueError, r"mask.entries\[0, 4\] is 4: kind"),
         (masks.Ranges([[0, 2]], [[0, 9]], starts=[0, 2]), ValueError, r"mask.first\[1\] is 2"),
     ],
 )
