@@ -79,14 +79,18 @@ void MemoryBarriers::check_bytes(const Barrier& b) const {
   }
 }
 
+void MemoryBarriers::check_arrival(const Barrier& b, const char* what) const {
+  if (b.pending == 0) {
+    fault(text("%s beyond the %d arrivals of a phase; %s", what, b.arrivals,
+               describe(index_of(b)).c_str()));
+  }
+}
+
 void MemoryBarriers::arrive(uint32_t address, int64_t bytes) {
   Barrier& b = find(address, "mbarrier_arrive");
   if (bytes < 0)
     fault(text("mbarrier_arrive_expect_tx of %lld bytes", static_cast<long long>(bytes)));
-  if (b.pending == 0) {
-    fault(text("mbarrier_arrive beyond the %d arrivals of a phase; %s", b.arrivals,
-               describe(index_of(b)).c_str()));
-  }
+  check_arrival(b, "mbarrier_arrive");
   release(b.arriving);
   --b.pending;
   b.bytes += bytes;
@@ -94,17 +98,34 @@ void MemoryBarriers::arrive(uint32_t address, int64_t bytes) {
   end_phase(b);
 }
 
-void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
+MemoryBarriers::Barrier& MemoryBarriers::find_for_engine(uint32_t address, const char* what) {
   Block& current = block();
-  Barrier& b = find(address, "an asynchronous copy");
+  Barrier& b = find(address, what);
   const uint32_t fence = current.clocks().fence_after(b.initialiser, b.initialised);
   if (fence == 0 || !ordered(current.moment_at(rank_), b.initialiser, fence)) {
     fault(
-        text("%s: an asynchronous copy signals it with no fence_mbarrier_init by thread %d, "
-             "which initialised it, and no sync_block after that",
-             describe(index_of(b)).c_str(), b.initialiser));
+        text("%s: %s signals it with no fence_mbarrier_init by thread %d, which initialised it, "
+             "and no sync_block after that",
+             describe(index_of(b)).c_str(), what, b.initialiser));
   }
-  add_write(b, std::move(write));
+  return b;
+}
+
+void MemoryBarriers::start_write(uint32_t address, AsyncWrite write) {
+  add_write(find_for_engine(address, "an asynchronous copy"), std::move(write));
+}
+
+int MemoryBarriers::start_commit(uint32_t address) {
+  return index_of(find_for_engine(address, "tcgen05.commit"));
+}
+
+void MemoryBarriers::finish_commit(int barrier, const Clock& known) {
+  Barrier& b = barriers_[static_cast<size_t>(barrier)];
+  check_arrival(b, "tcgen05.commit");
+  for (size_t i = 0; i < known.size(); ++i) b.arriving[i] = std::max(b.arriving[i], known[i]);
+  --b.pending;
+  check_bytes(b);
+  end_phase(b);
 }
 
 void MemoryBarriers::arrive_after(uint32_t address, std::vector<AsyncWrite> writes) {
@@ -138,7 +159,7 @@ void MemoryBarriers::end_phase(Barrier& b) {
                                 current.moment_at(rank_).now);
   }
   b.writes.clear();
-  current.clocks().note_copies(b.arriving, Clocks::copier(rank_, index), current.tick());
+  current.clocks().note(b.arriving, Clocks::copier(rank_, index), current.tick());
   b.complete = b.arriving;
   ++b.phase;
   b.pending = b.arrivals;

@@ -33,6 +33,10 @@ class MemoryBarriers {
   // A copy that signals the barrier at `address` has started. It lands now (early copies) or when
   // all threads wait.
   void start_write(uint32_t address, AsyncWrite write);
+  // tcgen05.commit: returns the barrier, at which the tensor core arrives later with what `known`
+  // says.
+  int start_commit(uint32_t address);
+  void finish_commit(int barrier, const Clock& known);
   // Called when all threads wait: lands the bytes of one barrier and ends its phase. False if no
   // barrier has bytes to land.
   bool land();
@@ -58,6 +62,9 @@ class MemoryBarriers {
   };
 
   Barrier& find(uint32_t address, const char* what);
+  // The barrier at `address`, which copies or the tensor core will signal.
+  Barrier& find_for_engine(uint32_t address, const char* what);
+  void check_arrival(const Barrier& b, const char* what) const;
   int index_of(const Barrier& b) const { return static_cast<int>(&b - barriers_.data()); }
   void check_bytes(const Barrier& b) const;
   void add_write(Barrier& b, AsyncWrite write);

@@ -18,6 +18,8 @@
 #include "emulator/grid.h"
 #include "emulator/options.h"
 #include "emulator/shared.h"
+#include "emulator/tcgen05.h"
+#include "emulator/tensor_memory.h"
 #include "emulator/wgmma.h"
 
 namespace tilewise::cuda::emulator {
@@ -45,6 +47,13 @@ enum class Collective : uint8_t {
   wgmma_wait_group,
   setmaxnreg_inc,
   setmaxnreg_dec,
+  tcgen05_alloc,
+  tcgen05_dealloc,
+  tcgen05_relinquish_alloc_permit,
+  tcgen05_ld,
+  tcgen05_st,
+  tcgen05_wait_ld,
+  tcgen05_wait_st,
 };
 
 // The event that a thread waits for, which wakes it alone and not its whole warp or block.
@@ -89,6 +98,8 @@ struct BlockState {
   MemoryBarriers barriers;
   NamedBarriers named_barriers;
   Registers registers;
+  TensorMemory tensor_memory;
+  TensorCore tensor_core;
   int at_barrier = 0;
   uint32_t barrier_time = 1;  // time of its last barrier
 };
@@ -120,6 +131,8 @@ class Block {
   MemoryBarriers& barriers() { return state().barriers; }
   NamedBarriers& named_barriers() { return state().named_barriers; }
   Registers& registers() { return state().registers; }
+  TensorMemory& tensor_memory() { return state().tensor_memory; }
+  TensorCore& tensor_core() { return state().tensor_core; }
   Products& products() { return products(thread_ / kLanes); }
   Products& products(int warp) { return products_[static_cast<size_t>(warp)]; }
   Clocks& clocks() { return clocks_; }
@@ -252,5 +265,10 @@ void run_nested(const std::function<void()>& grid);
 [[noreturn]] void fault(const std::string& message);
 // Formats like printf.
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+const char* name(Collective collective);
+// Lanes of a mask as text: "0-3,7".
+std::string lanes_of(uint32_t mask);
+// The launched kernel as the compiler names it.
+std::string kernel_name(const detail::Launch& launch);
 
 }  // namespace tilewise::cuda::emulator

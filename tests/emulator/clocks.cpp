@@ -38,8 +38,8 @@ void Clocks::acquire(int thread, const Clock& from) {
   take_later(of(thread), from.data(), from.size());
 }
 
-void Clocks::note_copies(Clock& clock, int copier, uint32_t now) const {
-  clock[static_cast<size_t>(column(copier))] = now;
+void Clocks::note(Clock& clock, int actor, uint32_t now) const {
+  clock[static_cast<size_t>(column(actor))] = now;
 }
 
 void Clocks::join(int begin, int end) {

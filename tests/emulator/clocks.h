@@ -12,7 +12,8 @@ namespace tilewise::cuda::emulator {
 // A time per actor: everything that the actor did before it is known to be done.
 using Clock = std::vector<uint32_t>;
 
-// Actors are the threads, and the asynchronous copies that an mbarrier counts.
+// Actors are the threads, the asynchronous copies that an mbarrier counts, and the tensor core of
+// each block.
 class Clocks {
  public:
   static constexpr int kFirstCopier = 1024;
@@ -28,11 +29,19 @@ class Clocks {
     return kFirstCopier + (rank * kCopiers / 2 + barrier) % kCopiers;
   }
 
+  static int tensor_core(int rank) { return kFirstCopier + kCopiers + rank; }
+  static bool is_tensor_core(int actor) { return actor >= kFirstCopier + kCopiers; }
+
   // Release: `thread` adds to `to` what it did before `now` and everything it knows. Acquire:
   // `thread` learns everything in `from`.
   void release(int thread, uint32_t now, uint32_t warp_barrier, Clock& to) const;
   void acquire(int thread, const Clock& from);
-  void note_copies(Clock& clock, int copier, uint32_t now) const;
+  // Adds to `clock` that what `actor` did before `now` is done.
+  void note(Clock& clock, int actor, uint32_t now) const;
+  // Whether what `actor` did at `time` is known to `clock`.
+  bool includes(const Clock& clock, int actor, uint32_t time) const {
+    return time < clock[static_cast<size_t>(column(actor))];
+  }
   // Each of the threads begin to end - 1 (a warp or the block) learns what any of them knows.
   void join(int begin, int end);
 
@@ -50,7 +59,9 @@ class Clocks {
   // With more barriers, several share a copier, and races may be missed.
   static constexpr int kCopiers = 128;
 
-  int width() const { return threads_ + kCopiers; }
+  static constexpr int kTensorCores = 16;  // the blocks of a cluster
+
+  int width() const { return threads_ + kCopiers + kTensorCores; }
   int column(int actor) const {
     return actor < kFirstCopier ? actor : threads_ + actor - kFirstCopier;
   }

@@ -105,6 +105,20 @@ void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, boo
            bool add);
 void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add);
 
+// d, and a in tensor memory, are addresses in tensor memory. `kind` is the instruction descriptor.
+void tcgen05_alloc(uint32_t result, int columns);
+void tcgen05_dealloc(uint32_t address, int columns);
+void tcgen05_relinquish_alloc_permit();
+void tcgen05_fence_before();
+void tcgen05_fence_after();
+void tcgen05_ld(uint32_t* d, int n, uint32_t from);  // `d` is poison until it is waited for
+void tcgen05_st(uint32_t to, const uint32_t* d, int n);
+void tcgen05_wait_ld();
+void tcgen05_wait_st();
+void tcgen05_mma_f16(uint32_t d, uint64_t a, uint64_t b, uint32_t kind, bool add);
+void tcgen05_mma_f16_tensor_a(uint32_t d, uint32_t a, uint64_t b, uint32_t kind, bool add);
+void tcgen05_commit(uint32_t barrier);
+
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
 // Needs sm_89.

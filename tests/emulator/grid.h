@@ -28,6 +28,12 @@ struct Statistics {
   int64_t copied_bytes = 0;           // cp.async
   int64_t bulk_bytes = 0;             // cp.async.bulk and its variants, whole boxes
   int64_t warpgroup_products = 0;     // wgmma, per warp
+  int64_t tensor_products = 0;        // tcgen05.mma
+  // Those that follow an unfinished product in an order that GPUs keep and the ISA does not
+  // promise.
+  int64_t tensor_products_by_issue = 0;
+  int64_t tensor_loads = 0;   // columns read by tcgen05.ld, per warp
+  int64_t tensor_stores = 0;  // columns written by tcgen05.st, per warp
 };
 const Statistics& statistics();
 

@@ -47,6 +47,7 @@ Options read_options() {
   }
   const std::string seed = environment("TILEWISE_EMULATOR_SEED");
   if (!seed.empty()) options.seed = std::strtoull(seed.c_str(), nullptr, 10);
+  options.strict = environment("TILEWISE_EMULATOR_STRICT") == "1";
   options.check_races = environment("TILEWISE_EMULATOR_RACES") != "0";
   options.count_banks = environment("TILEWISE_EMULATOR_BANKS") == "1";
   options.report = environment("TILEWISE_EMULATOR_REPORT") == "1";

@@ -15,6 +15,7 @@ struct Options {
   Pdl pdl = Pdl::none;           // TILEWISE_EMULATOR_PDL=none|first|second
   Order order = Order::forward;  // TILEWISE_EMULATOR_ORDER=forward|reverse|shuffled|warps
   uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, for shuffled orders
+  bool strict = false;           // TILEWISE_EMULATOR_STRICT=0|1
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1
   bool count_banks = false;      // TILEWISE_EMULATOR_BANKS=0|1
   bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr

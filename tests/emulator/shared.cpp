@@ -56,6 +56,7 @@ void SharedMemory::forget_times() {
   std::fill(many_reads_.begin(), many_reads_.end(), 0);
   std::fill(last_async_reads_.begin(), last_async_reads_.end(), 0);
   std::fill(async_read_times_.begin(), async_read_times_.end(), 0);
+  tensor_core_read_times_.clear();
 }
 
 int SharedMemory::first_overrun() const {
@@ -231,6 +232,17 @@ void SharedMemory::finish_async_read_by_warp(uint32_t address, const Moment& m) 
   --uses_[chunk];
   last_async_reads_[chunk] = m.now;
   async_read_times_[chunk * kMaxWarps + static_cast<uint32_t>(m.thread / kLanes)] = m.now;
+}
+
+void SharedMemory::read_by_tensor_core(uint32_t address, const char* what, int tensor_core,
+                                       const Moment& m) {
+  start_async_read(address, kChunkBytes, what, m);
+  end_use(address, kChunkBytes);  // the tensor core's clock says when the read is done
+  if (tensor_core_read_times_.empty()) {
+    tensor_core_read_times_.resize(kRegionBytes / kChunkBytes);
+  }
+  tensor_core_read_times_[(address - kFirstAddress) / kChunkBytes] = m.now;
+  tensor_core_ = tensor_core;
 }
 
 void SharedMemory::claim_barrier(uint32_t address, const Moment& m) {

@@ -69,6 +69,8 @@ class SharedMemory {
   // Ends an asynchronous read whose end no thread of this block waits for, so no later write is
   // ordered against it.
   void end_use(uint32_t address, int bytes);
+  // A product of the block's tensor core, issued now, reads 16 bytes.
+  void read_by_tensor_core(uint32_t address, const char* what, int tensor_core, const Moment& m);
   void finish_async_read_by_warp(uint32_t address, const Moment& moment);
   // From here on the 8 bytes are an mbarrier.
   void claim_barrier(uint32_t address, const Moment& moment);
@@ -117,6 +119,7 @@ class SharedMemory {
   void note_many(uint32_t i, const Moment& m, uint16_t reader);
   HalfWords checked_chunks(uint32_t address, int bytes, const char* what) const;
   void check_unused(HalfWords range, const char* what, const Moment& m) const;
+  void check_read_by_tensor_core(uint32_t chunk, const char* what, const Moment& m) const;
   void check_fenced(HalfWords range, const char* what, const Moment& m) const;
   void check_fenced(uint32_t i, const char* what, const Moment& m) const;
   void check_copied(uint32_t i, const char* what, const Moment& m) const;
@@ -139,6 +142,9 @@ class SharedMemory {
   std::vector<uint16_t> uses_;
   std::vector<uint32_t> last_async_reads_;
   std::vector<uint32_t> async_read_times_;
+  // Per 16 bytes, once a tensor core has read: when it was last given a product that reads them.
+  std::vector<uint32_t> tensor_core_read_times_;
+  int tensor_core_ = 0;
 };
 
 }  // namespace tilewise::cuda::emulator

@@ -211,7 +211,9 @@ void SharedMemory::check_unused(HalfWords range, const char* what, const Moment&
       fault(text("%s of byte %u of shared memory, which an unfinished wgmma or bulk copy reads",
                  what, chunk * kChunkBytes));
     }
-    if (!check_races_ || last_async_reads_[chunk] < m.block_barrier) continue;
+    if (!check_races_) continue;
+    check_read_by_tensor_core(chunk, what, m);
+    if (last_async_reads_[chunk] < m.block_barrier) continue;
     const uint32_t* times = async_read_times_.data() + static_cast<size_t>(chunk) * kMaxWarps;
     for (int warp = 0; warp < kMaxWarps; ++warp) {
       if (times[warp] < m.block_barrier || warp == warp_of(m.thread) ||
@@ -224,6 +226,17 @@ void SharedMemory::check_unused(HalfWords range, const char* what, const Moment&
                what, chunk * kChunkBytes, warp));
     }
   }
+}
+
+void SharedMemory::check_read_by_tensor_core(uint32_t chunk, const char* what,
+                                             const Moment& m) const {
+  if (tensor_core_read_times_.empty()) return;
+  const uint32_t time = tensor_core_read_times_[chunk];
+  if (time < m.clocks->start_time() || m.clocks->knows(m.thread, tensor_core_, time)) return;
+  fault(
+      text("race: %s of byte %u of shared memory, which a tcgen05.mma reads whose tcgen05.commit "
+           "the thread has not waited for",
+           what, chunk * kChunkBytes));
 }
 
 void SharedMemory::check_fenced(uint32_t i, const char* what, const Moment& m) const {

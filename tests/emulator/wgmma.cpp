@@ -3,68 +3,26 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/half.h"
 #include "emulator/block.h"
 #include "emulator/device.h"
+#include "emulator/swizzled_operand.h"
 
 namespace tilewise::cuda::emulator {
 namespace {
 
-constexpr int kChunkBytes = 16;
-constexpr int kChunkElements = 8;
+constexpr int kChunkBytes = SwizzledOperand::kChunkBytes;
+constexpr int kChunkElements = SwizzledOperand::kChunkElements;
 constexpr int kGroupWarps = 4;
 
-// See PTX ISA 9.7.15.5.1.2.
-struct Descriptor {
-  uint32_t address;
-  uint32_t leading;
-  uint32_t stride;
-
-  explicit Descriptor(uint64_t bits)
-      : address(field(bits, 0)), leading(field(bits, 16)), stride(field(bits, 32)) {
-    constexpr uint64_t kSwizzle128 = 1;
-    if (bits >> 62 != kSwizzle128 || (bits >> 49 & 7) != 0) {
-      fault(
-          text("wgmma with the descriptor %016llx: only the 128-byte swizzle without base offset "
-               "is emulated",
-               static_cast<unsigned long long>(bits)));
-    }
+SwizzledOperand operand(uint64_t descriptor) {
+  constexpr uint64_t kSwizzle128 = 1;
+  if (descriptor >> 62 != kSwizzle128 || (descriptor >> 49 & 7) != 0) {
+    fault(
+        text("wgmma with the descriptor %016llx: only the 128-byte swizzle without base offset "
+             "is emulated",
+             static_cast<unsigned long long>(descriptor)));
   }
-  static uint32_t field(uint64_t bits, int shift) {
-    return static_cast<uint32_t>(bits >> shift & 0x3fff) << 4;
-  }
-  static uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
-
-  // Address of 8 elements, from k = 8 * chunk on, of row `row` (m or n) where k is contiguous.
-  uint32_t by_columns(int row, int chunk) const {
-    return swizzled(address + static_cast<uint32_t>(row / 8) * stride +
-                    static_cast<uint32_t>(row % 8 * 128 + chunk * kChunkBytes));
-  }
-  // Address of 8 elements, from 8 * chunk on, of row `k` where m or n is contiguous.
-  uint32_t by_rows(int k, int chunk) const {
-    return swizzled(address + static_cast<uint32_t>(chunk / 8) * leading +
-                    static_cast<uint32_t>(k / 8) * stride +
-                    static_cast<uint32_t>(k % 8 * 128 + chunk % 8 * kChunkBytes));
-  }
-};
-
-// Calls visit(address, line, chunk) for `rows` rows of the operand from row0 on. Lines are rows, or
-// k where the operand is transposed.
-template <class Visit>
-void for_each_chunk(const Descriptor& d, bool trans, int row0, int rows, Visit visit) {
-  if (trans) {
-    for (int k = 0; k < Products::kDepth; ++k) {
-      for (int chunk = 0; chunk < rows / kChunkElements; ++chunk) {
-        visit(d.by_rows(k, row0 / kChunkElements + chunk), k, chunk);
-      }
-    }
-    return;
-  }
-  for (int row = 0; row < rows; ++row) {
-    for (int chunk = 0; chunk < Products::kDepth / kChunkElements; ++chunk) {
-      visit(d.by_columns(row0 + row, chunk), row, chunk);
-    }
-  }
+  return SwizzledOperand(descriptor);
 }
 
 int warp_of_group() { return block().warp_of_block() % kGroupWarps; }
@@ -72,27 +30,10 @@ int warp_of_group() { return block().warp_of_block() % kGroupWarps; }
 template <class Visit>
 void for_each_chunk(const Operands& o, Visit visit) {
   if (!o.a_in_registers) {
-    for_each_chunk(Descriptor(o.a), o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
-                   visit);
+    operand(o.a).for_each_chunk(o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
+                                visit);
   }
-  for_each_chunk(Descriptor(o.b), o.trans_b, 0, o.n, visit);
-}
-
-// Equals to_float(Half), without a branch.
-float half_bits_to_float(uint32_t bits) {
-  const uint32_t magnitude = (bits & 0x7fffu) << 13;
-  const uint32_t special = -static_cast<uint32_t>(static_cast<int32_t>(magnitude) >= 0x0f800000);
-  const uint32_t scaled = bits_of(float_of(magnitude) * 0x1p112f);
-  const uint32_t value = (special & (magnitude | 0x70000000u)) | (~special & scaled);
-  return float_of((bits & 0x8000u) << 16 | value);
-}
-
-void unpack(const uint16_t* bits, int count, bool bf16, float* values) {
-  if (bf16) {
-    for (int i = 0; i < count; ++i) values[i] = float_of(uint32_t{bits[i]} << 16);
-  } else {
-    for (int i = 0; i < count; ++i) values[i] = half_bits_to_float(bits[i]);
-  }
+  operand(o.b).for_each_chunk(o.trans_b, 0, o.n, visit);
 }
 
 // An operand converted to floats, [k][row].
@@ -123,11 +64,10 @@ const Matrix& matrix_b(const Operands& o) {
   constexpr size_t kKept = 64;
   static thread_local const auto kept = std::make_unique<std::array<Matrix, kKept>>();
   Matrix& m = (*kept)[(o.b ^ o.b >> 6) % kKept];
-  const Descriptor d(o.b);
   uint16_t bits[Products::kMaxColumns * Products::kDepth];
   const int line = o.trans_b ? o.n : Products::kDepth;
   const SharedMemory& shared = block().shared();
-  for_each_chunk(d, o.trans_b, 0, o.n, [&](uint32_t address, int row, int chunk) {
+  operand(o.b).for_each_chunk(o.trans_b, 0, o.n, [&](uint32_t address, int row, int chunk) {
     std::memcpy(bits + row * line + chunk * kChunkElements, shared.at(address), kChunkBytes);
   });
   const size_t bytes = static_cast<size_t>(o.n) * Products::kDepth * sizeof(uint16_t);
@@ -147,17 +87,17 @@ using RowsOfA = float[Products::kRows][Products::kDepth];
 
 void shared_a(const Operands& o, RowsOfA& a) {
   const SharedMemory& shared = block().shared();
-  for_each_chunk(Descriptor(o.a), o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
-                 [&](uint32_t address, int line, int chunk) {
-                   uint16_t bits[kChunkElements];
-                   float values[kChunkElements];
-                   std::memcpy(bits, shared.at(address), kChunkBytes);
-                   unpack(bits, kChunkElements, o.bf16, values);
-                   for (int i = 0; i < kChunkElements; ++i) {
-                     const int other = chunk * kChunkElements + i;
-                     (o.trans_a ? a[other][line] : a[line][other]) = values[i];
-                   }
-                 });
+  operand(o.a).for_each_chunk(o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
+                              [&](uint32_t address, int line, int chunk) {
+                                uint16_t bits[kChunkElements];
+                                float values[kChunkElements];
+                                std::memcpy(bits, shared.at(address), kChunkBytes);
+                                unpack(bits, kChunkElements, o.bf16, values);
+                                for (int i = 0; i < kChunkElements; ++i) {
+                                  const int other = chunk * kChunkElements + i;
+                                  (o.trans_a ? a[other][line] : a[line][other]) = values[i];
+                                }
+                              });
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "emulator/swizzled_operand.h"
+
 namespace tilewise::cuda::emulator {
 
 struct Operands {
@@ -27,7 +29,7 @@ struct Operands {
 class Products {
  public:
   static constexpr int kRows = 16;
-  static constexpr int kDepth = 16;
+  static constexpr int kDepth = SwizzledOperand::kDepth;
   static constexpr int kMaxColumns = 256;
 
   void start();

@@ -1,6 +1,5 @@
 // Products of warpgroups, fed by TMA, compared with plain loops; and the faults that are detected.
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "base/half.h"
@@ -12,7 +11,7 @@
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/tile/swizzled.h"
-#include "emulator/bulk.h"
+#include "emulator/test_matrix.h"
 #include "emulator/test_support.h"
 
 namespace tilewise::cuda::emulator {
@@ -23,33 +22,6 @@ constexpr int kK = 192;
 constexpr int kStep = 64;  // k per stage of the ring
 constexpr int kStages = 2;
 constexpr int kMathThreads = 256;
-
-template <class T>
-struct Matrix {
-  int rows, columns;
-  std::vector<T> values;
-
-  Matrix(int r, int c, int seed) : rows(r), columns(c), values(static_cast<size_t>(r * c)) {
-    std::mt19937 random(static_cast<uint32_t>(seed));
-    std::normal_distribution<float> normal;
-    for (T& x : values) x = from_float<T>(normal(random));
-  }
-  float at(int r, int c) const { return to_float(values[static_cast<size_t>(r * columns + c)]); }
-  TensorMap map(int box_rows) const {
-    TensorMap map;
-    encode_tensor_map(map, {.data = values.data(),
-                            .columns = columns,
-                            .rows = rows,
-                            .heads = 1,
-                            .batches = 1,
-                            .stride_row = columns,
-                            .stride_head = 0,
-                            .stride_batch = 0,
-                            .dtype = 0,
-                            .box_rows = box_rows});
-    return map;
-  }
-};
 
 template <class T>
 constexpr ptx::Half16 kHalf = std::is_same_v<T, BFloat16> ? ptx::Half16::bf16 : ptx::Half16::f16;
