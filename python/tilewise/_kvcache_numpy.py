@@ -223,16 +223,16 @@ def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Ar
 def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], layout: tuple[Any, ...],
     given: tuple[Any, ...],
-) -> tuple[Array, Array]:  # fmt: skip
-    """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
-    ``NewKeys``, ``CacheLayout`` and ``Request``.
+) -> tuple[Array, ...]:  # fmt: skip
+    """(out, lse) and, if requested, max_logits; see ``tilewise.attention_with_kvcache``. The tuples
+    have the fields of ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
     return _attend(q, k_cache, v_cache, NewKeys(*new), Request(*given), CacheLayout(*layout))
 
 
 def _attend(
     q: Any, k_cache: Any, v_cache: Any, new: NewKeys, request: Request, layout: CacheLayout
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     appends, columns = check_new(new), layout.head_dim_v or 0
     _selected.check_options(layout, new, request)
     given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, layout, appends)
@@ -254,6 +254,7 @@ def _attend(
     selects = layout.indices is not None
     problem = given.problem(request, layout)
     attended = _select(given, request, layout) if selects else problem
+    max_logits = _numpy.new_max_logits(attended.attention, request)
     _check.flag("check", layout.check)
     # Planning checks the arguments, so it comes before the append writes anything.
     if appends and selects:
@@ -266,7 +267,8 @@ def _attend(
             written = (turned, rotated[..., columns:], k_cache, v_cache)
             _append(written, new, arrays, problem.attention)
         out, lse = _numpy._forward(attended)
-        return _rows_like(q, out, lse) if selects else (out, lse)
+        results = (out, lse) if max_logits is None else (out, lse, max_logits)
+        return _results_like(given, *results) if selects else results
     except ValueError:
         _raise_with_python_names(problem.attention, lengths, arrays, new)
         raise
@@ -282,16 +284,12 @@ def _plan(problem: _numpy._Problem) -> None:
 
 def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Problem:
     """The problem of rows of q that see only the keys that ``layout.indices`` selects."""
-    lead, starts = given.q.shape[:-2], given.arrays.get("cu_seqlens_q")
+    lead = given.q.shape[:-2]
     indices = np.asarray(_indices("indices", layout.indices, (*lead, None)))
     rows = math.prod(lead)
-    if starts is None:
-        owners = np.arange(lead[0]).repeat(lead[1])
-        unused = np.zeros((rows, 1), bool)
-    else:
-        owners = np.searchsorted(starts, np.arange(rows), side="right") - 1
-        unused = (owners == given.batch)[:, None]
-        owners = owners.clip(max=given.batch - 1)
+    owners = _owners(given)
+    unused = (owners == given.batch)[:, None]
+    owners = owners.clip(max=given.batch - 1)
     k = _selected.single_rows("k_cache", given.k_cache)
     v = _selected.single_rows("v_cache", given.v_cache)
 
@@ -311,11 +309,30 @@ def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Pr
     return _Arrays(q, k, v, rows, arrays).problem(request, layout)
 
 
-def _rows_like(q: Array, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Out [rows, 1, H, Dv] and lse [rows, H, 1] in the dimensions of q."""
-    lead, heads = q.shape[:-2], q.shape[-2]
+def _results_like(given: _Arrays, out: Array, lse: Array, *max_logits: Array) -> tuple[Array, ...]:
+    """The results of sequences of one row for the given q.
+
+    They are out [rows, 1, H, Dv], lse [rows, H, 1] and, if requested, max_logits [rows, H].
+    """
+    lead, heads = given.q.shape[:-2], given.q.shape[-2]
     out = out.reshape(*lead, heads, out.shape[-1])
-    return out, np.ascontiguousarray(lse.reshape(*lead, heads).swapaxes(-1, -2))
+    lse = np.ascontiguousarray(lse.reshape(*lead, heads).swapaxes(-1, -2))
+    return out, lse, *(_largest_of_sequences(x, given) for x in max_logits)
+
+
+def _largest_of_sequences(of_rows: Array, given: _Arrays) -> Array:
+    """The largest entries [B, H] of each sequence, from those of each row [rows, H]."""
+    result = np.full((given.batch + 1, of_rows.shape[1]), -np.inf, np.float32)
+    np.maximum.at(result, _owners(given), of_rows)
+    return result[:-1]
+
+
+def _owners(given: _Arrays) -> Array:
+    """The sequence [rows] of each row of q; that of rows of no sequence is the number of them."""
+    starts, lead = given.arrays.get("cu_seqlens_q"), given.q.shape[:-2]
+    if starts is None:
+        return np.arange(lead[0]).repeat(lead[1])
+    return np.searchsorted(starts, np.arange(lead[0]), side="right") - 1
 
 
 def _raise_with_python_names(

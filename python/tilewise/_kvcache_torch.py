@@ -254,15 +254,15 @@ def _indices_of(new: NewKeys, batch: int, device: torch.device) -> NewKeys:
 def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, new: tuple[Any, ...], layout: tuple[Any, ...],
     given: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse); see ``tilewise.attention_with_kvcache``. The tuples have the fields of
-    ``NewKeys``, ``CacheLayout`` and ``Request``.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(out, lse) and, if requested, max_logits; see ``tilewise.attention_with_kvcache``. The tuples
+    have the fields of ``NewKeys``, ``CacheLayout`` and ``Request``.
     """
     k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
     batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v, indices = layout
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
-        batch_invariant, k_descale, v_descale, mask,
+        batch_invariant, k_descale, v_descale, mask, return_max_logits,
     ) = given  # fmt: skip
     if head_dim_v is not None:
         v_cache = _latent.values_of(as_array("k_cache", k_cache), v_cache, head_dim_v)
@@ -270,7 +270,7 @@ def attention_with_kvcache(
         k is None and v is None and cos is None and sin is None and rotary_lengths is None
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
-        and not check and indices is None and mask is None
+        and not check and indices is None and mask is None and not return_max_logits
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,
@@ -284,8 +284,11 @@ def attention_with_kvcache(
 @torch.no_grad()
 def _general(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, layout: CacheLayout
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """``attention_with_kvcache`` with any options, and with an append."""
+    forward: Any = _ops.forward_alone
+    if _check.flag("return_max_logits", request.return_max_logits):
+        forward = _ops.forward_max_logits_alone
     _selected.check_options(layout, new, request)
     appends = new.k is not None
     options = _prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
@@ -314,8 +317,8 @@ def _general(
             rotates = new.rotary_cos is not None
             rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
         if selected is None:
-            return _ops.forward_alone(rotated, k_cache, v_cache, grown)
-        return _rows_like(q, *_ops.forward_alone(*selected))
+            return forward(rotated, k_cache, v_cache, grown)
+        return _results_like(q, options.cu_seqlens_q, *forward(*selected))
     except ValueError:
         if q.device.type == "cpu" and _plain.is_eager():
             _raise_with_python_names(appended, options, new)
@@ -335,14 +338,10 @@ def select(
     k = _selected.single_rows("k_cache", k_cache)
     v = _selected.single_rows("v_cache", v_cache)
     rows = lead.numel()
-    if starts is None:
-        owners = torch.arange(lead[0], device=device).repeat_interleave(lead[1])
-        unused = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    else:
-        numbers = torch.arange(rows, dtype=torch.int32, device=device)
-        owners = torch.searchsorted(starts, numbers, right=True) - 1
-        unused = (owners == batch_of(starts)).unsqueeze(1)
-        owners = owners.clamp(max=batch_of(starts) - 1)
+    batch = q.shape[0] if starts is None else batch_of(starts)
+    owners = _owners(q, starts)
+    unused = (owners == batch).unsqueeze(1)
+    owners = owners.clamp(max=batch - 1)
 
     def per_row(factors: Tensor | None) -> Tensor | None:
         return None if factors is None else factors[owners]
@@ -361,11 +360,33 @@ def select(
     return q.reshape(rows, 1, *q.shape[-2:]), k, v, options
 
 
-def _rows_like(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Out [rows, 1, H, Dv] and lse [rows, H, 1] in the dimensions of q."""
+def _results_like(
+    q: Tensor, starts: Tensor | None, out: Tensor, lse: Tensor, *max_logits: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of sequences of one row for q and cu_seqlens_q.
+
+    They are out [rows, 1, H, Dv], lse [rows, H, 1] and, if requested, max_logits [rows, H].
+    """
     lead, heads = q.shape[:-2], q.shape[-2]
     lse = lse.reshape(*lead, heads).transpose(-1, -2).contiguous()
-    return out.reshape(*lead, *out.shape[-2:]), lse
+    out = out.reshape(*lead, *out.shape[-2:])
+    return out, lse, *(_largest_of_sequences(x, q, starts) for x in max_logits)
+
+
+def _largest_of_sequences(of_rows: Tensor, q: Tensor, starts: Tensor | None) -> Tensor:
+    """The largest entries [B, H] of each sequence, from those of each row [rows, H]."""
+    batch, heads = q.shape[0] if starts is None else batch_of(starts), q.shape[-2]
+    owners = _owners(q, starts)[:, None].expand(-1, heads)
+    result = of_rows.new_full((batch + 1, heads), -torch.inf)
+    return result.scatter_reduce_(0, owners, of_rows, "amax")[:batch]
+
+
+def _owners(q: Tensor, starts: Tensor | None) -> Tensor:
+    """The sequence [rows] of each row of q; that of rows of no sequence is the number of them."""
+    if starts is None:
+        return torch.arange(q.shape[0], device=q.device).repeat_interleave(q.shape[1])
+    numbers = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    return torch.searchsorted(starts, numbers, right=True) - 1
 
 
 def _raise_with_python_names(

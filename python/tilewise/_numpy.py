@@ -328,11 +328,17 @@ def _new_rows(like: Array, shape: tuple[int, ...], heads_first: bool) -> Array:
 
 def _forward_results(problem: _Problem, request: Request) -> Any:
     """out, and the other results that the request asks for."""
-    a, max_logits = problem.attention, None
-    if _check.flag("return_max_logits", request.return_max_logits):
-        max_logits = np.empty((a.batch, a.heads_q), dtype=np.float32)
-        _describe.set_max_logits(a, view(max_logits))
+    max_logits = new_max_logits(problem.attention, request)
     return request.results(*_forward(problem), max_logits)
+
+
+def new_max_logits(a: Any, request: Request) -> Array | None:
+    """The array [B, Hq] that the forward of the struct will fill, if the request asks for it."""
+    if not _check.flag("return_max_logits", request.return_max_logits):
+        return None
+    max_logits = np.empty((a.batch, a.heads_q), dtype=np.float32)
+    _describe.set_max_logits(a, view(max_logits))
+    return max_logits
 
 
 def _forward(problem: _Problem) -> tuple[Array, Array]:

@@ -90,6 +90,13 @@ def forward_alone(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
     return _alone(torch.ops.tilewise.forward, (q, k, v, *options))
 
 
+def forward_max_logits_alone(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the largest logits as a third result."""
+    return _alone(torch.ops.tilewise.forward_max_logits, (q, k, v, *options))
+
+
 def append_kv(*arguments: Any) -> Tensor:
     """The operator, which has no derivative; a tangent is refused."""
     return _alone(torch.ops.tilewise.append_kv, arguments)

@@ -20,6 +20,7 @@ def attention_with_kvcache(
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     head_dim_v: int | None = None, indices: Any = None, mask: Any = None,
+    return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
@@ -88,10 +89,12 @@ def attention_with_kvcache(
             sequence. ``Blocks`` must have Sq rows, and a key for each that a row of the caches or
             of block_table has room for; with cu_seqlens_q they may have any size, and what lies
             outside is hidden.
+        return_max_logits: Return max_logits after out and lse. CPU only.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
-        cu_seqlens_q out is [T, Hq, Dv] and lse [Hq, T].
+        cu_seqlens_q out is [T, Hq, Dv] and lse [Hq, T]. With return_max_logits also max_logits,
+        float32 [B, Hq], as in ``attention``.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -113,7 +116,9 @@ def attention_with_kvcache(
     )  # fmt: skip
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale, mask,
+        False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, layout, options)
-    return results if return_lse else results[0]
+    if return_lse:
+        return results
+    return (results[0], results[2]) if return_max_logits else results[0]

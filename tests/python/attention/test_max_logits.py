@@ -178,5 +178,69 @@ def test_explain_names_the_kernel_that_writes_them():
     for arrays in ((one_row, k, v), [x.numpy() for x in (one_row, k, v)]):
         plan = tilewise.explain(*arrays, return_max_logits=True).forward
         assert "(stream)" not in plan.why
-    with pytest.raises(ValueError, match="return_max_logits is given, but attention_with_kvcache"):
-        tilewise.explain(q, k, v, cache_seqlens=170, return_max_logits=True)
+        plan = tilewise.explain(*arrays, cache_seqlens=170, return_max_logits=True).forward
+        assert "(stream)" not in plan.why
+
+
+def cached(kind, name):
+    """attention_with_kvcache's arguments in one of its forms, and the visible keys of each row."""
+    torch.manual_seed(1)
+    batch, rows, capacity, new = 3, 2, 24, 2
+    cache = torch.randn(batch, capacity, 2, 32)
+    lengths = torch.tensor([5, 0, 20])
+    given = dict(
+        q=torch.randn(batch, rows, 4, 32), k_cache=cache.clone(), v_cache=cache.clone(),
+        k=torch.randn(batch, new, 2, 32), v=torch.randn(batch, new, 2, 32), cache_seqlens=lengths,
+    )  # fmt: skip
+    keys = cache.clone()
+    for b, length in enumerate(lengths):
+        keys[b, length : length + new] = given["k"][b]
+    seen = torch.arange(capacity) < (lengths + new)[:, None, None]
+    seen = seen.expand(batch, rows, capacity).clone()
+    if name == "pages":
+        given |= dict(block_table=torch.arange(9).reshape(3, 3).flip(0).int())
+        for cached in ("k_cache", "v_cache"):
+            given[cached] = given[cached].reshape(3, 3, 8, 2, 32).flip(0).reshape(9, 8, 2, 32)
+    elif name == "causal and softcap":
+        given |= dict(causal=True, softcap=2.0)
+        seen[:, 0] &= torch.arange(capacity) < (lengths + new - 1)[:, None]
+    elif name == "packed queries":
+        given |= dict(q=given["q"].flatten(0, 1), cu_seqlens_q=torch.tensor([0, 2, 4, 6]))
+    elif name in ("indices", "packed indices"):
+        indices = torch.tensor([[3, -1, 9], [25, 25, 2], [99, -1, -7]]).int()
+        given |= dict(indices=indices[:, None].repeat(1, rows, 1))
+        flat = torch.zeros(batch, rows, batch * capacity, dtype=torch.bool)
+        for b, slots in enumerate(indices):
+            flat[b, :, [i for i in slots if 0 <= i < batch * capacity]] = True
+        keys, seen = keys.reshape(1, -1, 2, 32).expand(batch, -1, -1, -1), flat
+        if name == "packed indices":  # the last row belongs to no sequence
+            q = torch.cat((given["q"].flatten(0, 1), torch.randn(1, 4, 32)))
+            given |= dict(q=q, cu_seqlens_q=torch.tensor([0, 2, 4, 6]))
+            given |= dict(indices=torch.cat((given["indices"].flatten(0, 1), indices[:1])))
+    rows_of = given["q"][:6].reshape(batch, rows, 4, 32)
+    return {n: kind(x) if torch.is_tensor(x) else x for n, x in given.items()}, rows_of, keys, seen
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: x.numpy()], ids=["tensors", "arrays"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "pages", "causal and softcap", "packed queries", "indices", "packed indices"],
+)
+def test_results_of_a_cache(kind, name):
+    given, q, keys, seen = cached(kind, name)
+    want = np.stack(
+        [largest(q[b : b + 1], keys[b : b + 1], 32**-0.5, seen[b].numpy())[0] for b in range(3)]
+    )
+    out, lse, logits = tilewise.attention_with_kvcache(
+        **given, return_lse=True, return_max_logits=True
+    )
+    np.testing.assert_allclose(np.asarray(logits), want, rtol=1e-6, atol=1e-6)
+    given, *_ = cached(kind, name)
+    plain = tilewise.attention_with_kvcache(**given, return_lse=True)
+    for x, y in ((out, plain[0]), (lse, plain[1])):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=2e-6)
+    given, *_ = cached(kind, name)
+    pair = tilewise.attention_with_kvcache(**given, return_max_logits=True)
+    assert len(pair) == 2 and np.array_equal(np.asarray(pair[1]), np.asarray(logits))
+    if "indices" in name:
+        assert np.isneginf(np.asarray(logits)[2]).all()  # its indices select nothing
