@@ -5,6 +5,7 @@
 #   JOBS=2              parallel compiler processes; default: one per core
 #   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine,
 #                       and for every one in a wheel
+#   ARCH=aarch64        of `make wheel`: for 64-bit Arm, cross-compiled; default: this machine's architecture
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
 #   WHEELS=DIR          packages that `make gpu-check` lacks for real models: tools/requirements-gpu-models.txt
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
@@ -73,21 +74,40 @@ $(VENV)/.ready-wheel: tools/requirements-wheel.txt | $(VENV)/.ready
 # The wheel loads wherever torch's own wheels do; auditwheel refuses one that would not.
 wheel_glibc := 2.28
 wheel_cuda := $(if $(filter OFF,$(CUDA)),OFF,ON)
+machine := $(shell uname -m)
+ARCH ?= $(machine)
 FROM ?= .
+wheel_build = build/wheel-$(wheel_cuda)
+wheel_tag = manylinux_$(subst .,_,$(wheel_glibc))_$(ARCH)
+# The wheel of another architecture: a toolchain, the headers and libraries of that architecture's torch, and its name.
+# It has no CUDA kernels, whose host code has not been compiled for Arm.
+ifneq ($(ARCH),$(machine))
+$(if $(filter aarch64,$(ARCH)),,$(error ARCH is $(ARCH), but on this machine it is $(machine) or aarch64))
+$(if $(filter ON,$(CUDA)),$(error CUDA is ON, but a wheel for another architecture has only CPU kernels))
+wheel_cuda := OFF
+wheel_build = build/wheel-$(ARCH)
+arm_root = $(abspath build/aarch64-root)
+wheel_cross = -Ccmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64.cmake) \
+  -Ccmake.define.TILEWISE_AARCH64_ROOT=$(arm_root) -Ccmake.define.TILEWISE_BUILD_TORCH=ON \
+  -Ccmake.define.TILEWISE_TORCH_PACKAGE=$(arm_root)/usr/lib/python3/dist-packages/torch
+wheel_tag = auto # auditwheel takes no other one for a foreign architecture; check_wheel.py refuses a newer glibc
+export _PYTHON_HOST_PLATFORM := linux-$(ARCH)
+endif
 .PHONY: wheel
-wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 2.10, CPU and GPU (CUDA=OFF: no GPU)
+wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 2.10, CPU and GPU (CUDA=OFF: no GPU; ARCH=aarch64)
 	@$(say) "wheel: compiles for 10 minutes on 2 cores, 3 with CUDA=OFF (log: build/wheel.log)"
 	@rm -rf build/wheelhouse && mkdir -p build/wheelhouse dist
+	@$(if $(wheel_cross),tools/setup.sh aarch64-torch)
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(if $(filter ON,$(wheel_cuda)),CUDACXX="$$(tools/setup.sh nvcc)") \
-	  $(python) -m pip wheel --verbose --no-build-isolation --no-deps -Cbuild-dir=build/wheel-$(wheel_cuda) \
+	  $(python) -m pip wheel --verbose --no-build-isolation --no-deps -Cbuild-dir=$(wheel_build) \
 	  -Ccmake.define.TILEWISE_CUDA=$(wheel_cuda) -Ccmake.define.TILEWISE_GLIBC=$(wheel_glibc) \
-	  -Ccmake.define.TILEWISE_XLA_INCLUDE="$$(tools/setup.sh xla-headers)" \
+	  -Ccmake.define.TILEWISE_XLA_INCLUDE="$$(tools/setup.sh xla-headers)" $(wheel_cross) \
 	  -w build/wheelhouse $(FROM) 2>&1 | tee build/wheel.log | \
 	  sed -un 's/.*\(\[[0-9]*0\/[0-9]*\]\).*/\1/p' || { tail -n 60 build/wheel.log; exit 1; }
-	@auditwheel repair --plat manylinux_$(subst .,_,$(wheel_glibc))_$$(uname -m) --only-plat -w dist \
+	@auditwheel repair --plat $(wheel_tag) --only-plat -w dist \
 	  --exclude 'libtorch*' --exclude libtilewise.so build/wheelhouse/*.whl
-	@$(python) tools/check_wheel.py dist/*-py3-none-manylinux*.whl
+	@$(python) tools/check_wheel.py --glibc $(wheel_glibc) dist/tilewise-*-py3-none-manylinux*_$(ARCH).whl
 
 .PHONY: wheel-shim
 wheel-shim: $(VENV)/.ready-wheel ## the package flash_attn over Tilewise, in dist/ (packages/flash-attn-shim)
@@ -97,7 +117,7 @@ wheel-shim: $(VENV)/.ready-wheel ## the package flash_attn over Tilewise, in dis
 
 .PHONY: kernels-hub
 kernels-hub: $(VENV)/.ready ## the wheel of `make wheel`, laid out for the Hugging Face Hub, in dist/kernels-hub
-	@$(python) tools/kernels_hub.py dist/tilewise-*-py3-none-manylinux*.whl dist/kernels-hub
+	@$(python) tools/kernels_hub.py dist/tilewise-*-py3-none-manylinux*_$(ARCH).whl dist/kernels-hub
 
 .PHONY: sdist
 sdist: $(VENV)/.ready-wheel ## the sources in dist/; `make wheel FROM=dist/tilewise-VERSION.tar.gz` builds from them
@@ -152,7 +172,7 @@ test-python: $(VENV)/.installed
 	@$(python) -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) -m 'not models'
 
 .PHONY: test-aarch64
-test-aarch64: $(VENV)/.ready ## the C++ suites and Python tests for 64-bit Arm, under QEMU (Debian; 20 minutes)
+test-aarch64: $(VENV)/.ready ## the C++ suites, the wheel and Python tests for 64-bit Arm, under QEMU (Debian; 30 minutes)
 	@$(say) "64-bit Arm"
 	@JOBS=$(JOBS) tools/test_aarch64.sh
 

@@ -5,23 +5,32 @@ if(NOT torch_sources)
   message(FATAL_ERROR "TILEWISE_BUILD_TORCH=ON, but bindings/torch has no source")
 endif()
 
-find_package(Python3 REQUIRED COMPONENTS Interpreter)
-execute_process(
-  COMMAND "${Python3_EXECUTABLE}" -c
-          "import pathlib, torch; print(torch.__version__); print(pathlib.Path(torch.__file__).parent)"
-  OUTPUT_VARIABLE torch_answer
-  ERROR_VARIABLE torch_error
-  RESULT_VARIABLE torch_result
-  OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT torch_result EQUAL 0)
-  message(FATAL_ERROR "TILEWISE_BUILD_TORCH=ON, but ${Python3_EXECUTABLE} cannot import torch "
-                      "(set Python3_EXECUTABLE to one that can):\n${torch_error}")
+set(TILEWISE_TORCH_PACKAGE "" CACHE PATH "Folder of the package torch of the target system")
+if(TILEWISE_TORCH_PACKAGE) # for another system than this one, on which no Python can import it
+  file(STRINGS "${TILEWISE_TORCH_PACKAGE}/version.py" torch_answer REGEX "^__version__ = ")
+  string(REGEX REPLACE "^[^0-9]*([^']*)'.*" "\\1" torch_answer "${torch_answer}")
+  string(APPEND torch_answer "\n${TILEWISE_TORCH_PACKAGE}")
+  set(torch_origin "TILEWISE_TORCH_PACKAGE")
+else()
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  execute_process(
+    COMMAND "${Python3_EXECUTABLE}" -c
+            "import pathlib, torch; print(torch.__version__); print(pathlib.Path(torch.__file__).parent)"
+    OUTPUT_VARIABLE torch_answer
+    ERROR_VARIABLE torch_error
+    RESULT_VARIABLE torch_result
+    OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT torch_result EQUAL 0)
+    message(FATAL_ERROR "TILEWISE_BUILD_TORCH=ON, but ${Python3_EXECUTABLE} cannot import torch "
+                        "(set Python3_EXECUTABLE to one that can):\n${torch_error}")
+  endif()
+  set(torch_origin "${Python3_EXECUTABLE}")
 endif()
 string(REGEX MATCH "^([0-9]+\\.[0-9]+)[^\n]*\n(.*)$" matched "${torch_answer}")
 set(torch_version "${CMAKE_MATCH_1}")
 set(torch_root "${CMAKE_MATCH_2}")
 if(NOT matched OR torch_version VERSION_LESS "2.10")
-  message(FATAL_ERROR "the adapter needs torch >= 2.10; ${Python3_EXECUTABLE} has ${torch_answer}")
+  message(FATAL_ERROR "the adapter needs torch >= 2.10; ${torch_origin} has ${torch_answer}")
 endif()
 message(STATUS "tilewise: torch ${torch_version} headers for the adapter")
 

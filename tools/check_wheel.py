@@ -4,11 +4,15 @@
   python tools/check_wheel.py dist/tilewise-*.whl             checks contents and dependencies
   python tools/check_wheel.py dist/tilewise-*.whl --run DIR   installs it in a new environment DIR
                                                               and computes there, without a compiler
+  ... --run DIR --python "COMMAND"    unpacks it into DIR and computes with this interpreter, which
+                                      has NumPy, such as one of another architecture under QEMU
+  ... --glibc 2.28                    also requires that it loads on systems with this glibc
 
 Contents: one tag for every Python, below 56 MB, the library and its adapters, headers and CMake
-package, and no build files. Dependencies: the C++ runtime, and PyTorch for the adapter;
-`auditwheel` checked the versions of their symbols when it assigned the tag. With CUDA: machine code
-or PTX of every kernel for every GPU of src/cuda/arch/limits.h.
+package, and no build files; all machine code is of the architecture in the name. Dependencies: the
+C++ runtime, and PyTorch for the adapter; `auditwheel` checked the versions of their symbols when it
+assigned the tag. With CUDA: machine code or PTX of every kernel for every GPU of
+src/cuda/arch/limits.h.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import argparse
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +31,14 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import manylinux_stubs
+
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 56_000_000
-TAG = re.compile(r"tilewise-(?P<version>[^-]+)-py3-none-manylinux_2_\d+_\w+\.whl")
+TAG = re.compile(
+    r"tilewise-(?P<version>[^-]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>\w+)\.whl"
+)
+MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}  # as readelf says
 WANTED = (
     "tilewise/lib/libtilewise.so",
     "tilewise/lib/libtilewise_torch.so",
@@ -79,6 +90,12 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+def machine(library: Path) -> str:
+    """The architecture of a library, in the words of readelf."""
+    found = re.search(r"Machine:\s+(.*)", run("readelf", "--file-header", library))
+    return found[1].strip() if found else "unknown"
+
+
 def dynamic(library: Path) -> tuple[list[str], list[str]]:
     """The libraries that a library needs, and its search path."""
     text = run("readelf", "--dynamic", "--wide", library)
@@ -86,10 +103,13 @@ def dynamic(library: Path) -> tuple[list[str], list[str]]:
             re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text))  # fmt: skip
 
 
-def faults(wheel: Path) -> Iterator[str]:
-    """Everything that is wrong with the file."""
-    if not TAG.fullmatch(wheel.name):
+def faults(wheel: Path, glibc: str | None = None) -> Iterator[str]:
+    """Everything that is wrong with the file, which should load on systems with `glibc`."""
+    tag = TAG.fullmatch(wheel.name)
+    if not tag:
         yield "the name is not tilewise-VERSION-py3-none-manylinux_2_N_MACHINE.whl"
+    elif glibc and int(tag["glibc"]) > int(glibc.partition(".")[2]):
+        yield f"needs glibc 2.{tag['glibc']}: at most {glibc} is allowed"
     size = wheel.stat().st_size
     if size >= LARGEST:
         yield f"has {size} bytes, at most {LARGEST - 1} are allowed"
@@ -97,16 +117,28 @@ def faults(wheel: Path) -> Iterator[str]:
         names = archive.namelist()
         yield from (f"lacks {name}" for name in WANTED if name not in names)
         yield from (f"must not contain {name}" for name in names if UNWANTED.search(name))
+        wanted = MACHINES.get(tag["machine"], "none") if tag else ""
         for name in names:
-            if not re.search(r"\.so(\.|$)", name):
-                continue
-            needed, paths = dynamic(Path(archive.extract(name, folder)))
-            allowed = [SYSTEM, *ADAPTERS.get(Path(name).name, ())]
-            for library in needed:
-                if not any(pattern.match(library) for pattern in allowed):
-                    yield f"{name} needs {library}"
-            if [path for path in paths if path != "$ORIGIN"]:
-                yield f"{name} looks for libraries in {paths}: only $ORIGIN is allowed"
+            with archive.open(name) as file:
+                if file.read(4) != b"\x7fELF":
+                    continue
+            yield from library_faults(name, Path(archive.extract(name, folder)), wanted)
+
+
+def library_faults(name: str, library: Path, wanted: str) -> Iterator[str]:
+    """Everything that is wrong with a library, whose machine code should be of `wanted`, unless
+    that is empty.
+    """
+    found = machine(library)
+    if wanted and found != wanted:
+        yield f"{name} has machine code of {found}, not of {wanted}"
+    needed, paths = dynamic(library)
+    allowed = [SYSTEM, *ADAPTERS.get(Path(name).name, ())]
+    for each in needed:
+        if not any(pattern.match(each) for pattern in allowed):
+            yield f"{name} needs {each}"
+    if [path for path in paths if path != "$ORIGIN"]:
+        yield f"{name} looks for libraries in {paths}: only $ORIGIN is allowed"
 
 
 def runs_on(sm: int, code: dict[str, int]) -> bool:
@@ -126,21 +158,39 @@ def gpus_without_code(code: Sequence[dict[str, int]]) -> Iterator[str]:
                 yield f"no code of {f'tile table sm_{wanted}' if wanted else 'simt'} for sm_{sm}"
 
 
-def compute(wheel: Path, folder: Path) -> Iterator[str]:
-    """Everything wrong with the wheel in a fresh environment; prints the doctor's report."""
+def install(wheel: Path, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
+    """Installs the wheel in a new environment with NumPy: (its interpreter, variables without
+    which the machine's compilers would be found).
+    """
     venv.create(folder, clear=True, with_pip=True)
     commands = folder / "bin"
     run(commands / "pip", "install", "--quiet", wheel, "numpy", **os.environ)
-    bare = {"PATH": str(commands.resolve()), "HOME": str(folder.resolve())}  # no compiler
-    version = run(commands / "python", "-c", PROGRAM, **bare).strip()
+    bare = {"PATH": str(commands.resolve()), "HOME": str(folder.resolve())}
+    run(commands / "tilewise", "--version", **bare)
+    return [commands / "python"], bare
+
+
+def unpack(wheel: Path, folder: Path, command: str) -> tuple[list[str | Path], dict[str, str]]:
+    """Unpacks the wheel for an interpreter of another environment: (its words, variables)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    variables = {name: value for name, value in os.environ.items() if "TILEWISE" not in name}
+    return [*shlex.split(command)], {**variables, "PYTHONPATH": str(folder.resolve())}
+
+
+def compute(wheel: Path, python: Sequence[str | Path], variables: dict[str, str]) -> Iterator[str]:
+    """Everything wrong with the wheel in this interpreter; prints the doctor's report."""
+    version = run(*python, "-c", PROGRAM, **variables).strip()
     found = TAG.fullmatch(wheel.name)
     if found and version != found["version"]:
         yield f"tilewise.__version__ is {version}"
-    facts = json.loads(run(commands / "tilewise", "doctor", "--json", **bare))
+    doctor = (*python, "-m", "tilewise", "doctor")
+    facts = json.loads(run(*doctor, "--json", **variables))
     if not facts["passed"]:
         yield "the doctor's self-test fails"
     yield from gpus_without_code(facts["cuda_code"])
-    print(run(commands / "tilewise", "doctor", "--no-test", **bare).partition("\n\n")[0])
+    print(run(*doctor, "--no-test", **variables).partition("\n\n")[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,11 +200,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--run", type=Path, metavar="DIR")
+    parser.add_argument("--python", metavar="COMMAND")
+    parser.add_argument("--glibc", choices=manylinux_stubs.POLICIES)
     options = parser.parse_args(arguments)
     try:
-        found = list(faults(options.wheel))
+        found = list(faults(options.wheel, options.glibc))
         if options.run:
-            found += compute(options.wheel.resolve(), options.run)
+            wheel = options.wheel.resolve()
+            if options.python:
+                found += compute(wheel, *unpack(wheel, options.run, options.python))
+            else:
+                found += compute(wheel, *install(wheel, options.run))
     except (WheelError, OSError, zipfile.BadZipFile) as error:
         print(f"check_wheel: {error}", file=sys.stderr)
         return 2

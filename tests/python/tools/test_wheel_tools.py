@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import check_wheel
 import manylinux_stubs
 
-NAME = "tilewise-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+MACHINE = platform.machine()
+NAME = f"tilewise-0.1.0-py3-none-manylinux_2_28_{MACHINE}.whl"
 # Code that newer systems affect: symbols that moved into libc, versions in libm, new functions in
 # libstdc++.
 CODE = """
@@ -105,7 +107,7 @@ def test_wheel_is_checked(compiler, tmp_path, capsys):
     path = wheel(tmp_path, **good)
     assert list(check_wheel.faults(path)) == [] and check_wheel.main([str(path)]) == 0
     assert "good" in capsys.readouterr().out
-    path = wheel(tmp_path, "tilewise-0.1.0-py3-none-linux_x86_64.whl",
+    path = wheel(tmp_path, f"tilewise-0.1.0-py3-none-linux_{MACHINE}.whl",
                  **{**good, "libtilewise.so": bad, "tilewise/kernel.cu": b""})  # fmt: skip
     assert list(check_wheel.faults(path)) == [
         "the name is not tilewise-VERSION-py3-none-manylinux_2_N_MACHINE.whl",
@@ -116,6 +118,23 @@ def test_wheel_is_checked(compiler, tmp_path, capsys):
     assert check_wheel.main([str(path)]) == 1
     (tmp_path / NAME).write_bytes(b"no archive")
     assert check_wheel.main([str(tmp_path / NAME)]) == 2
+
+
+def test_code_of_another_machine_or_for_newer_systems_is_refused(compiler, tmp_path):
+    plain = build(compiler, tmp_path / "plain.so", "int x;").read_bytes()
+    libraries = dict.fromkeys(
+        ("libtilewise.so", "libtilewise_torch.so", "libtilewise_jax.so", "tilewise/tool"), plain
+    )
+    other = next(name for name in check_wheel.MACHINES if name != MACHINE)
+    path = wheel(tmp_path, NAME.replace("2_28", "2_34").replace(MACHINE, other), **libraries)
+    found = list(check_wheel.faults(path, "2.28"))
+    assert found[0] == "needs glibc 2.34: at most 2.28 is allowed"
+    words = (check_wheel.MACHINES[MACHINE], check_wheel.MACHINES[other])
+    assert found[1:] == [
+        f"{name} has machine code of {words[0]}, not of {words[1]}"
+        for name in (*(f"tilewise/lib/{each}" for each in list(libraries)[:3]), "tilewise/tool")
+    ]
+    assert list(check_wheel.faults(wheel(tmp_path, **libraries), "2.28")) == []
 
 
 def test_large_wheel_is_refused(tmp_path, monkeypatch):
