@@ -14,9 +14,12 @@ from typing import Any
 SOURCE = Path(__file__).with_name("peaks.cpp")
 
 # The limit with which a kernel of an instruction set is compared, by dtype. On an AMX machine, fp16
-# runs as products of two bf16 halves, also on the tile unit.
+# runs as products of two bf16 halves, also on the tile unit. peaks.cpp measures the limits of the
+# machine that it runs on.
 LIMITS = {
     "portable": {"fp32": "portable.fma", "bf16": "portable.fma", "fp16": "portable.fma"},
+    "neon": {"fp32": "neon.fma", "bf16": "neon.fma", "fp16": "neon.fma"},
+    "neon_bf16": {"fp32": "neon.fma", "bf16": "neon_bf16.dot", "fp16": "neon.fma"},
     "avx2": {"fp32": "avx2.fma", "bf16": "avx2.fma", "fp16": "avx2.fma"},
     "avx512": {"fp32": "avx512.fma", "bf16": "avx512.fma", "fp16": "avx512.fma"},
     "avx512_bf16": {"fp32": "avx512.fma", "bf16": "avx512_bf16.dot", "fp16": "avx512.fma"},
