@@ -56,7 +56,9 @@ class AllGather:
 
         return load
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Method``."""
         batch, rows, heads, _ = q.shape
         count = self._groups(q, k)
@@ -71,7 +73,7 @@ class AllGather:
             for call, local in zip(self._plan.calls, self._local, strict=True):
                 keys, values = (x[:, self._keys(call)] for x in gathered)
                 own = slice(*call.rows)
-                result = local.forward(q[:, own, begin:end], keys, values, part)
+                result = local.forward(q[:, own, begin:end], keys, values, part, max_logits)
                 out[:, own, begin:end] = result.out
                 lse[:, begin:end, own] = result.lse
                 parts.append(result.state[-1])

@@ -27,7 +27,7 @@ def attention(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    reduce_replicated: bool = False,
+    return_max_logits: bool = False, reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of one batch of sequences whose rows are sharded across a group.
 
@@ -62,11 +62,14 @@ def attention(
             have no backward.
         v_descale: The same.
         mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
+        return_max_logits: Return the largest logits of the whole sequence after out and lse, on
+            CPUs only.
         reduce_replicated: Give scale, sinks and a replicated bias the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
     Returns:
-        This rank's rows of out; with return_lse also of lse, float32 [batch, heads_q, rows].
+        This rank's rows of out; with return_lse also of lse, float32 [batch, heads_q, rows]; with
+        return_max_logits also max_logits, float32 [batch, heads_q], the same on all ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -75,7 +78,7 @@ def attention(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
     grid = grid_of(mesh, ranks)
@@ -86,10 +89,10 @@ def attention(
         del options["check"]  # an option of attention_varlen
         return api.attention(q, k, v, **options, layout=tensor_layout)
     p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
-    out, lse = attend(p, choice.choose(p, method).method)
+    out, lse, max_logits = attend(p, choice.choose(p, method).method)
     if _check.heads_first(tensor_layout):
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return request.results(out, lse, max_logits)
 
 
 @eager
@@ -100,7 +103,7 @@ def attention_varlen(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    reduce_replicated: bool = False,
+    return_max_logits: bool = False, reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of packed sequences of different lengths, each sharded across ranks.
 
@@ -126,7 +129,8 @@ def attention_varlen(
 
     Returns:
         This rank's rows of out [rows of this rank, heads_q, head_dim_v]; with return_lse also of
-        lse, float32 [heads_q, rows of this rank].
+        lse, float32 [heads_q, rows of this rank]; with return_max_logits also max_logits, float32
+        [sequences, heads_q], the same on all ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -135,7 +139,7 @@ def attention_varlen(
     """
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)
@@ -149,8 +153,8 @@ def attention_varlen(
         ]
         return api.attention_varlen(q, k, v, *starts, **request.arguments())
     p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid)
-    out, lse = attend(p, choice.choose(p, method).method)
-    return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
+    out, lse, max_logits = attend(p, choice.choose(p, method).method)
+    return request.results(out.squeeze(0), None if lse is None else lse.squeeze(0), max_logits)
 
 
 def explain(
@@ -183,7 +187,7 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    known = [name for name in Request().arguments() if name not in ("check", "return_max_logits")]
+    known = [name for name in Request().arguments() if name != "check"]
     for name in options:
         if name not in known:
             raise TypeError(f"{name} is given, but the options are {', '.join(known)}")

@@ -16,14 +16,16 @@ from .keys import key_plan
 from .packed import PackedCut
 from .packed_call import InOrder
 from .problem import BOTH_RING, Cut, Problem
-from .ranks import Ranks, exchanging
+from .ranks import Ranks, all_gather, exchanging
 from .ring import Ring
 from .transport import transport_of
 from .ulysses import Ulysses, own_bias
 
 
-def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
-    """This rank's rows of out [B, rows, Hq, Dv] and, if requested, lse [B, Hq, rows]."""
+def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """This rank's rows of out [B, rows, Hq, Dv] and, if requested, of lse [B, Hq, rows], and
+    max_logits [sequences, Hq] of all ranks.
+    """
     request = _as_shard(p)
     options = _torch.score_options(p.q, p.sequences, request)
     options = _torch.with_descale(options, p.q, p.k, request, p.sequences)
@@ -38,11 +40,18 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     q, k, v = p.q, p.k, p.v
     if _check.is_float8(k.dtype):  # no backend moves tensors of float8
         k, v = k.view(torch.uint8), v.view(torch.uint8)
+    max_logits = None
+    if p.request.return_max_logits:
+        max_logits = q.new_full((p.sequences, p.heads[0]), -torch.inf, dtype=torch.float32)
     result = Attend.apply(
         method, options._replace(sinks=None, scale_tensor=None), p.request.return_lse,
-        q, k, v, bias, options.sinks, options.scale_tensor,
+        q, k, v, bias, options.sinks, options.scale_tensor, max_logits,
     )  # fmt: skip
-    return result if p.request.return_lse else (result, None)
+    out, lse = result if p.request.return_lse else (result, None)
+    if max_logits is not None:
+        parts = all_gather(max_logits[None], [1] * p.ranks.world, p.ranks, "max_logits")
+        max_logits = torch.cat(parts).amax(0)
+    return out, lse, max_logits
 
 
 def _as_shard(p: Problem) -> Request:

@@ -27,7 +27,7 @@ from .._options import (
 if TYPE_CHECKING:  # masks need NumPy
     from .mask_parts import MaskPart, WholeMask
 
-Operator: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options], Result]"
+Operator: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options, Tensor | None], Result]"
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
 
@@ -42,8 +42,12 @@ class Result(NamedTuple):
 class Method(Protocol):
     """Attention of q [B, rows, Hq, D] to k [B, keys, Hkv, D] and v, with its exchanges."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, /) -> Result:
-        """Computes out and lse."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None, /
+    ) -> Result:
+        """Computes out and lse, and raises the entries of max_logits [sequences, heads of the whole
+        call] to the largest logits of what it computes here.
+        """
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
@@ -85,17 +89,24 @@ class Local:
         """The lse of a state, from lse [B, Hq, rows]."""
         return lse
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Method``."""
-        return self.run(self.call, q, k, v, options)
+        return self.run(self.call, q, k, v, options, max_logits)
 
-    def partial(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def partial(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """The forward over some of the keys of the rows, with out in float32."""
-        return self.run(self.call_in_float32, q, k, v, options)
+        return self.run(self.call_in_float32, q, k, v, options, max_logits)
 
-    def run(self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def run(
+        self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options,
+        max_logits: Tensor | None,
+    ) -> Result:  # fmt: skip
         """A forward by `call`, which is ``call`` or ``call_in_float32``."""
-        return call(q, k, v, self.given(options, q))
+        return call(q, k, v, self.given(options, q), max_logits)
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
@@ -103,20 +114,31 @@ class Local:
         """See ``Method``."""
         return self.call_backward(state, dout, dlse, self.given(options, state[0]), wanted)
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """The forward of the operator; keys and values of float8 travel as bytes."""
         k, v = _as_float8(k), _as_float8(v)
         q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
-        out, lse = torch.ops.tilewise.forward(q, k, v, *options, _ops.WITH_LSE_LOW)
+        arguments = (q, k, v, *options, _ops.WITH_LSE_LOW)
+        if max_logits is None:
+            out, lse = torch.ops.tilewise.forward(*arguments)
+        else:
+            out, lse, largest = torch.ops.tilewise.forward_max_logits(*arguments)
+            begin = options.head_offset
+            own = max_logits[:, begin : begin + q.shape[-2]]
+            torch.maximum(own, largest, out=own)
         return Result(out, lse[0], [q, k, v, out, lse])
 
-    def call_in_float32(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def call_in_float32(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """The same, of inputs converted to float32: operators write out in the dtype of q."""
         k = _as_float32(k, options.k_descale, options.cu_seqlens_k)
         v = _as_float32(v, options.v_descale, options.cu_seqlens_k)
         bias = None if options.bias is None else options.bias.float()
         return self.call(
-            q.float(), k, v, options._replace(k_descale=None, v_descale=None, bias=bias)
+            q.float(), k, v, options._replace(k_descale=None, v_descale=None, bias=bias), max_logits
         )
 
     def call_backward(
@@ -214,10 +236,11 @@ class Attend(torch.autograd.Function):
     def forward(
         ctx: Any, method: Method, options: Options, return_lse: bool, q: Tensor, k: Tensor,
         v: Tensor, bias: Tensor | None, sinks: Tensor | None, scale: Tensor | None,
+        max_logits: Tensor | None,
     ) -> Any:  # fmt: skip
-        """Computes out and lse."""
+        """Computes out and lse, and raises the entries of max_logits; see ``Method``."""
         given = options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
-        out, lse, state = method.forward(q, k, v, given)
+        out, lse, state = method.forward(q, k, v, given, max_logits)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*state, bias, sinks, scale)
         ctx.method, ctx.options, ctx.return_lse = method, options, return_lse
@@ -243,11 +266,11 @@ class Attend(torch.autograd.Function):
         if dlse is None and ctx.return_lse:
             batch, rows, heads, _ = shape
             dlse = torch.zeros((batch, heads, rows), device=device)
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[3:9]
         wanted = sum(bit for bit, needed in zip(WANT_BITS, needs, strict=True) if needed)
         if wanted & WANT_BIAS and any(bias.stride(i) == 0 and bias.shape[i] > 1 for i in range(3)):
             options = options._replace(bias=bias.contiguous())
         grads = ctx.method.backward(state, dout, dlse, options, wanted)
         if grads[3] is not None:
             grads[3] = grads[3].to(bias.dtype)
-        return None, None, None, *grads
+        return None, None, None, *grads, None

@@ -153,12 +153,15 @@ class PackedCall(Local):
         """See ``Local``."""
         return lse.squeeze(0)
 
-    def run(self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def run(
+        self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options,
+        max_logits: Tensor | None,
+    ) -> Result:  # fmt: skip
         """See ``Local``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
         given = self.given(options, q)
         parts = [
-            call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced))
+            call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced), max_logits)
             for s in self._steps(given)
         ]
         out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)
@@ -226,11 +229,13 @@ class InOrder:
     def __init__(self, inner: Method, orders: tuple[Order, Order]) -> None:
         self._inner, (self._rows, self._keys) = inner, orders
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Method``."""
         q, k, v = self._rows.pick(q), self._keys.pick(k), self._keys.pick(v)
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        out, lse, state = self._inner.forward(q, k, v, options)
+        out, lse, state = self._inner.forward(q, k, v, options, max_logits)
         return Result(self._rows.put(out[0]), self._rows.put(lse[0].T).transpose(1, 2), state)
 
     def backward(

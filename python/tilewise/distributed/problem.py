@@ -182,6 +182,7 @@ def prepare(
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
         _check_mask(request.mask, tensors[0], tensors[0].shape[0])
+        _check_max_logits(request.return_max_logits, tensors[0])
         same = _same(local[0], request, (options.window_left, options.window_right), False)
         same |= {
             "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
@@ -245,6 +246,7 @@ def prepare_varlen(
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)
         _check_mask(request.mask, tensors[0], batch)
+        _check_max_logits(request.return_max_logits, tensors[0])
         bias = _packed_bias(bias, tensors[0], starts)
         cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
@@ -311,6 +313,14 @@ def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
     _mask_tensors.with_mask(Options(), q, batch, mask, None)
 
 
+def _check_max_logits(wanted: Any, q: Tensor) -> None:
+    if _check.flag("return_max_logits", wanted) and q.device.type != "cpu":
+        raise RuntimeError(  # an error of the kernels would leave messages in flight
+            f"return_max_logits is True with q on {q.device}, but only CPUs compute the largest "
+            "logits so far: only False is allowed on a GPU"
+        )
+
+
 def _mask_of(request: Request) -> WholeMask | None:
     if request.mask is None:
         return None
@@ -361,7 +371,8 @@ def _same(
     same["scale"] = "a tensor" if isinstance(scale, Tensor) else repr(scale)
     same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
     same["mask"] = str(_mask_of(request))
-    for name in ("softcap", "dropout_p", "return_lse", "deterministic", "tf32", "batch_invariant"):
+    for name in ("softcap", "dropout_p", "return_lse", "return_max_logits", "deterministic", "tf32",
+                 "batch_invariant"):  # fmt: skip
         same[name] = str(getattr(request, name))
     return same
 

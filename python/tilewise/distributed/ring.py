@@ -79,7 +79,9 @@ class Ring:
         owner = self._peers(step)[0]
         return zip(self._meetings[self._ranks.rank][owner], self._local[owner], strict=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Method``."""
         batch, rows, heads, _ = q.shape
         out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
@@ -94,7 +96,7 @@ class Ring:
             for meeting, local in self._calls(step):
                 own = slice(*meeting.rows)
                 keys, values = (y[:, slice(*meeting.keys)] for y in x)
-                part = local.partial(q[:, own], keys, values, given)
+                part = local.partial(q[:, own], keys, values, given, max_logits)
                 part_lse = local.lse_pair(part.state[-1]).double().sum(0)
                 before, share, lse[..., own] = _torch._merge_weights(lse[..., own], part_lse)
                 before, share = (w.float().transpose(1, 2).unsqueeze(-1) for w in (before, share))

@@ -279,7 +279,9 @@ class Ulysses:
             bias = bias[:, begin - first : end - first]
         return of_heads(options._replace(bias=None), begin, end, key_heads)._replace(bias=bias)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Result:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Method``."""
         self._shapes, self._sizes = [q.shape, k.shape, v.shape], []
         plan_q, plan_kv = self._plans(q)
@@ -294,7 +296,8 @@ class Ulysses:
         def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any]:
             result = _nothing(*x)
             if x[0].shape[2]:
-                result = self._inner.forward(x[0], x[1], x[2], self._options(options, plans, group))
+                part = self._options(options, plans, group)
+                result = self._inner.forward(x[0], x[1], x[2], part, max_logits)
             self._sizes.append(len(result.state))
             state.extend(result.state)
             lse = result.lse.transpose(1, 2).unsqueeze(3)

@@ -169,12 +169,13 @@ def compute(
             _meshes["mesh"] = torch.distributed.init_device_mesh(place.type, (2, 2))
         options["mesh"], method = _meshes["mesh"], method.removeprefix("mesh ")
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
+    common["return_max_logits"] = case.max_logits
     where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
     with draw_as(b, group):
         if case.varlen_q:
-            out, lse = td.attention_varlen(*qkv, *cuts(case), **options, **common)
+            out, lse, *max_logits = td.attention_varlen(*qkv, *cuts(case), **options, **common)
         else:
-            out, lse = td.attention(*qkv, **options, **common)
+            out, lse, *max_logits = td.attention(*qkv, **options, **common)
     assert out.dtype == b.dtype and lse.dtype == torch.float32
     dout = td.shard(b.dout, 0 if case.varlen_q else 1, **where).to(place)
     if b.dlse is None:
@@ -183,6 +184,8 @@ def compute(
         dlse = td.shard(b.dlse, 1 if case.varlen_q else 2, **where).to(place)
         torch.autograd.backward([out, lse], [dout, dlse])
     result = {"out": out, "lse": lse, **{f"d{n}": x.grad for n, x in zip("qkv", qkv, strict=True)}}
+    if max_logits:
+        (result["max_logits"],) = max_logits
     for option in ("scale", "sinks", "bias"):
         if torch.is_tensor(options.get(option)) and options[option].requires_grad:
             result[f"d{option}"] = options[option].grad
@@ -205,6 +208,10 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
         dims["dbias"] = 2
     result = {}
     for n in parts[0]:
+        if n == "max_logits":  # those of the whole sequences, on every rank
+            assert all(np.array_equal(part[n], parts[0][n]) for part in parts), n
+            result[n] = parts[0][n]
+            continue
         if n not in dims:
             result[n] = sum(part[n] for part in parts)
             continue
@@ -224,9 +231,9 @@ def joined(c: Case, layout: str, parts: list[dict[str, np.ndarray]]) -> dict[str
 
 
 def possible(c: Case, method: str) -> bool:
-    """GPUs compute no masks, and no ring of inputs of 16 bits."""
-    masked = c.mask_ranges is not None or c.mask_blocks is not None
-    return not CUDA or not (masked or (method.endswith("ring") and c.dtype != "fp32"))
+    """GPUs compute no masks, no largest logits, and no ring of inputs of 16 bits."""
+    refused = c.mask_ranges is not None or c.mask_blocks is not None or c.max_logits
+    return not CUDA or not (refused or (method.endswith("ring") and c.dtype != "fp32"))
 
 
 def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> None:
@@ -244,6 +251,8 @@ def check_ranks(pool: Pool, case: Case, calls: list[tuple[int, str, str]]) -> No
         where = f"{method} {layout} {world} ranks {case}"
         check_out(flat(torch.from_numpy(got["out"])), want, case.dtype, yard, where)
         check_lse(b.by_row(torch.from_numpy(got["lse"])), want.lse, case.dtype, yard, where)
+        if case.max_logits:
+            check_lse(got["max_logits"], want.max_logits, case.dtype, yard, where, "max_logits")
         grads = {n: flat(torch.from_numpy(got[f"d{n}"])) for n in "qkv"}
         grads |= {n: got[f"d{n}"] for n in ("bias", "sinks") if f"d{n}" in got}
         if "dscale" in got:
@@ -259,10 +268,16 @@ def every_third_left_out(number: int, world: int) -> list[tuple[int, str, str]]:
     return [(world, *call) for i, call in both if (number + i + world) % 3]
 
 
+def with_logits_by_turns(case: Case, number: int) -> Case:
+    """On CPUs, every other case also has its largest logits."""
+    return replace(case, max_logits=number % 2 == 1 and not CUDA)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_results_and_gradients(pool, world):
     for number, name in enumerate(CASES):
-        check_ranks(pool, case_of(name), every_third_left_out(number, world))
+        case = with_logits_by_turns(case_of(name), number)
+        check_ranks(pool, case, every_third_left_out(number, world))
 
 
 PACKED = {
@@ -306,7 +321,8 @@ PACKED_BASE = replace(
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_packed_sequences(pool, world):
     for number, options in enumerate(PACKED.values()):
-        check_ranks(pool, replace(PACKED_BASE, **options), every_third_left_out(number, world))
+        case = with_logits_by_turns(replace(PACKED_BASE, **options), number)
+        check_ranks(pool, case, every_third_left_out(number, world))
 
 
 def test_a_mesh_of_two_dimensions(pool):
@@ -314,7 +330,7 @@ def test_a_mesh_of_two_dimensions(pool):
     packed = [replace(PACKED_BASE, **options) for options in PACKED.values()]
     for number, case in enumerate((*map(case_of, CASES), *packed)):
         calls = [(4, m, LAYOUTS[(number + i) % 2]) for i, m in enumerate(MESH_METHODS)]
-        check_ranks(pool, case, calls)
+        check_ranks(pool, with_logits_by_turns(case, number), calls)
 
 
 RANDOM = dict(
@@ -330,8 +346,11 @@ RANDOM = dict(
 REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def with_possible_mask(case: Case) -> Case:
-    """Without a mask of no sequences, or of blocks without rows or keys."""
+def possible_random(case: Case) -> Case:
+    """Without a mask of no sequences, or of blocks without rows or keys; half of the cases with
+    their largest logits.
+    """
+    case = with_logits_by_turns(case, case.seed)
     if case.mask_blocks is not None and 0 in (sum(case.rows), sum(case.keys)):
         case = replace(case, mask_blocks=None)
     return replace(case, mask_ranges=case.mask_ranges or None)
@@ -347,7 +366,7 @@ def test_random_problems(pool, case, world, method, layout):
         varlen_q=False, varlen_k=False, tail_q=0, tail_k=0, page_size=0, share_pages=False,
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
-    case = with_possible_mask(case)
+    case = possible_random(case)
     check_ranks(pool, case, [(4 if method in MESH_METHODS else world, method, layout)])
 
 
@@ -359,7 +378,7 @@ def test_random_packed_problems(pool, case, world, method, layout):
         case, varlen_q=True, varlen_k=True, tail_q=0, tail_k=0, page_size=0, share_pages=False,
         used_q=None, used_k=None, leftpad=None, kv_idx=None, expand="", splits=0,
     )  # fmt: skip
-    case = with_possible_mask(case)
+    case = possible_random(case)
     check_ranks(pool, case, [(4 if method in MESH_METHODS else world, method, layout)])
 
 

@@ -102,14 +102,17 @@ def test_one_process_is_the_ordinary_call():
     torch.manual_seed(3)
     got = td.attention(q, k, v, causal=True, dropout_p=0.2, return_lse=True)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert td.explain(q, k, v, dropout_p=0.2).method == "local"
+    assert td.explain(q, k, v, dropout_p=0.2, return_max_logits=True).method == "local"
+    expected = tilewise.attention(q, k, v, causal=True, return_max_logits=True)
+    got = td.attention(q, k, v, causal=True, return_max_logits=True)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     with pytest.raises(
         ValueError, match="method is 'rings', but must be 'auto', 'ulysses', 'allgather'"
     ):
         td.attention(q, k, v, method="rings")
     with pytest.raises(ValueError, match="layout is 'bshd', but must be 'zigzag' or"):
         td.attention(q, k, v, layout="bshd")
-    for name in ("softcp", "shard", "check", "return_max_logits"):
+    for name in ("softcp", "shard", "check"):
         with pytest.raises(TypeError, match=f"{name} is given, but the options are causal, window"):
             td.explain(q, k, v, **{name: 1.0})
 
