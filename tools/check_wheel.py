@@ -10,9 +10,9 @@
 
 Contents: one tag for every Python, below 56 MB, the library and its adapters, headers and CMake
 package, and no build files; all machine code is of the architecture in the name. Dependencies: the
-C++ runtime, and PyTorch for the adapter; `auditwheel` checked the versions of their symbols when it
-assigned the tag. With CUDA: machine code or PTX of every kernel for every GPU of
-src/cuda/arch/limits.h.
+C++ runtime, and PyTorch for the adapter, but not Python's C API; `auditwheel` checked the versions
+of their symbols when it assigned the tag. With CUDA: machine code or PTX of every kernel for every
+GPU of src/cuda/arch/limits.h.
 """
 
 from __future__ import annotations
@@ -125,6 +125,14 @@ def faults(wheel: Path, glibc: str | None = None) -> Iterator[str]:
             yield from library_faults(name, Path(archive.extract(name, folder)), wanted)
 
 
+def python_api(library: Path) -> list[str]:
+    """The functions and objects of Python's C API that a library uses. It should use none: then it
+    serves every Python, and a free-threaded one does not turn its GIL on to load it.
+    """
+    text = run("readelf", "--dyn-syms", "--wide", library)
+    return re.findall(r"\bUND (_?Py\w+)", text)
+
+
 def library_faults(name: str, library: Path, wanted: str) -> Iterator[str]:
     """Everything that is wrong with a library, whose machine code should be of `wanted`, unless
     that is empty.
@@ -132,6 +140,8 @@ def library_faults(name: str, library: Path, wanted: str) -> Iterator[str]:
     found = machine(library)
     if wanted and found != wanted:
         yield f"{name} has machine code of {found}, not of {wanted}"
+    if used := python_api(library):
+        yield f"{name} uses Python's C API: {', '.join(used)}"
     needed, paths = dynamic(library)
     allowed = [SYSTEM, *ADAPTERS.get(Path(name).name, ())]
     for each in needed:

@@ -137,6 +137,15 @@ def test_code_of_another_machine_or_for_newer_systems_is_refused(compiler, tmp_p
     assert list(check_wheel.faults(wheel(tmp_path, **libraries), "2.28")) == []
 
 
+def test_python_c_api_is_refused(compiler, tmp_path):
+    code = 'extern "C" { extern int PyGILState_Ensure(), _Py_Dealloc(); void f_PyX(); }'
+    code += "int x = PyGILState_Ensure() + _Py_Dealloc() + (f_PyX(), 0);"
+    library = build(compiler, tmp_path / "bad.so", code)
+    assert list(check_wheel.library_faults("bad.so", library, "")) == [
+        "bad.so uses Python's C API: PyGILState_Ensure, _Py_Dealloc"
+    ]
+
+
 def test_large_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(check_wheel, "LARGEST", 1000)
     monkeypatch.setattr(check_wheel, "WANTED", ())
