@@ -13,7 +13,7 @@ require("tilewise on arrays", "numpy")
 
 import numpy as np
 
-from . import _abi, _check, _describe, _latent, _numpy, _selected
+from . import _abi, _check, _describe, _latent, _mask_tree, _numpy, _selected
 from ._cache import (
     CacheLayout,
     Entries,
@@ -118,6 +118,9 @@ def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) 
     return _numpy._columns(array)
 
 
+_MASK_ARRAYS = ("mask_first", "mask_entries", "mask_bits")
+
+
 class _Arrays(NamedTuple):
     """A checked problem without its new keys; ``seqused_k`` counts the keys before them."""
 
@@ -132,16 +135,29 @@ class _Arrays(NamedTuple):
         numbers = {"num_splits": splits, "max_seqlen_q": layout.max_rows()}
         arrays = self.arrays
         if request.mask is not None:
-            arrays, numbers = arrays | self._mask(request.mask), numbers | request.mask.numbers()
+            of_mask, sizes = self._mask(request.mask)
+            arrays, numbers = arrays | of_mask, numbers | sizes
             request = request._replace(mask=None)
         return _numpy._describe_problem(
             self.q, self.k_cache, self.v_cache, self.batch, request, arrays, numbers, False
         )
 
-    def _mask(self, mask: Any) -> dict[str, Array]:
-        packed = "cu_seqlens_q" in self.arrays
-        lengths = None if packed else (self.q.shape[1], self.capacity())
-        return _numpy._mask(mask, self.batch, self.q.shape[-2], lengths)
+    def _mask(self, mask: Any) -> tuple[dict[str, Array], dict[str, int]]:
+        """The arrays of a mask and its numbers; ``seqused_k`` counts the new keys."""
+        from . import masks
+
+        starts, capacity = self.arrays.get("cu_seqlens_q"), self.capacity()
+        rows = self.q.shape[1] if starts is None else None
+        if not isinstance(mask, masks.Tree):
+            lengths = None if rows is None else (rows, capacity)
+            return _numpy._mask(mask, self.batch, self.q.shape[-2], lengths), mask.numbers()
+        _mask_tree.check(mask, self.batch, rows)
+        used = self.arrays.get("seqused_k", np.full(self.batch, capacity))
+        older = used - self.arrays.get("leftpad_k", 0)
+        older = older - (self.q.shape[1] if starts is None else np.diff(starts))
+        bits = _numpy.as_array("the array of mask", mask.bits)
+        arrays, numbers = _mask_tree.as_blocks(np, bits, older, capacity)
+        return dict(zip(_MASK_ARRAYS, arrays, strict=True)), numbers
 
     def capacity(self) -> int:
         """The keys that a row of the caches, or of block_table, has room for."""
@@ -151,7 +167,7 @@ class _Arrays(NamedTuple):
     def check_entries(self, mask: Any) -> None:
         """Refuses entries of a mask that are out of range: a call without rows and keys."""
         empty = np.empty((self.batch, 0, self.q.shape[-2], 1), self.q.dtype)
-        arrays, numbers = self._mask(mask), mask.numbers()
+        arrays, numbers = self._mask(mask)
         _numpy._forward(
             _numpy._describe_problem(
                 empty, empty, empty, self.batch, Request(), arrays, numbers, False

@@ -205,7 +205,9 @@ def prepare(
 ) -> Options:  # fmt: skip
     """The options of a checked problem without new keys."""
     options = _prepare(q, k_cache, v_cache, lengths, request, layout, False)
-    return _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask)
+    if request.mask is None:
+        return options
+    return _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask, NewKeys())
 
 
 def _prepare(
@@ -308,7 +310,7 @@ def _general(
             )
         check_entries(_entries(*appended, options, new))
     if request.mask is not None:
-        options = _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask)
+        options = _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask, new)
         if appends and _has_values():
             _mask_tensors.check_entries(options, q)
     try:

@@ -17,7 +17,7 @@ from ._mask_fields import host, number
 
 
 class Mask:
-    """The base of ``Ranges`` and ``Blocks``."""
+    """The base of ``Ranges``, ``Blocks`` and ``Tree``."""
 
     batch: int  # sequences of the mask; 1: the same mask for every sequence
     heads: int  # 1: the same mask for every head
@@ -90,7 +90,14 @@ class Mask:
         return self._visible_pairs(rows, keys) / total if total else 0.0
 
     def _visible_pairs(self, rows: int, keys: int) -> int:
-        raise NotImplementedError
+        strip, total = self.on_host()._strip(keys), 0
+        for b, h, block in np.ndindex(self.batch, self.heads, blocks_of(rows)):
+            total += int(strip(b, h, block * BLOCK, min((block + 1) * BLOCK, rows)).sum())
+        return total
+
+    def _picture(self, rows: int, keys: int) -> Array:
+        """What ``plot`` draws: states of tiles."""
+        return self.tiles(rows, keys)
 
     def to_bool(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
         """All pairs: bool [batch, heads, seqlen_q, seqlen_k]. For short sequences."""
@@ -125,7 +132,7 @@ class Mask:
         from matplotlib import pyplot as plt
 
         rows, keys = self._shape(seqlen_q, seqlen_k)
-        grid = self.tiles(rows, keys)[batch, head]
+        grid = self._picture(rows, keys)[batch, head]
         ax = plt.subplots()[1] if ax is None else ax
         shades = ["#f2f2f2", "#f5b041", "#2e86c1"]
         ax.imshow(
@@ -148,6 +155,17 @@ def rebuilt(kind: type[Mask], arrays: list[Any], numbers: tuple[int, ...]) -> An
     fields = dict(zip(kind._ARRAYS, arrays, strict=True))
     mask._set(**fields, **dict(zip(kind._NUMBERS, numbers, strict=True)))
     return mask
+
+
+def common_count(name: str, a: Mask, b: Mask) -> int:
+    """The batch or heads of two masks that are combined."""
+    counts = sorted(getattr(m, name) for m in (a, b))
+    if counts[0] not in (1, counts[1]):
+        raise ValueError(
+            f"the masks have {name} {counts[0]} and {counts[1]}, but must have the same, or one of "
+            "them 1"
+        )
+    return int(counts[1])
 
 
 _kinds: list[type[Mask]] = []

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _ops, _plain
+from ._cache import NewKeys
 from ._options import Options
 
 
@@ -23,25 +24,50 @@ def with_mask(
     return _with_arrays(options, _tensors(mask, q), mask.numbers())
 
 
-def with_mask_of_cache(options: Options, q: Tensor, k_cache: Tensor, mask: Any) -> Options:
-    """The options with the mask of a call with a cache, or None."""
-    if mask is None:
-        return options
+def with_mask_of_cache(
+    options: Options, q: Tensor, k_cache: Tensor, mask: Any, new: NewKeys
+) -> Options:
+    """The options, which do not count the new keys, with the mask of a call with a cache."""
+    from . import masks
+
     refuse_on_gpu(q)
-    table, packed = options.block_table, options.cu_seqlens_q is not None
+    starts, table = options.cu_seqlens_q, options.block_table
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
-    lengths = None if packed else (q.shape[1], capacity)
-    return with_mask(options, q, batch, mask, lengths)
+    batch = _batch(options, q)
+    if not isinstance(mask, masks.Tree):
+        lengths = None if starts is not None else (q.shape[1], capacity)
+        return with_mask(options, q, batch, mask, lengths)
+    import numpy as np
+
+    from . import _mask_tree
+
+    _mask_tree.check(mask, batch, q.shape[1] if starts is None else None)
+    (bits,) = _tensors(mask, q)
+    used = options.seqused_k
+    older = q.new_full((batch,), capacity, dtype=torch.int32) if used is None else used
+    if new.k is not None:
+        older = older + (new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff())
+    if options.leftpad_k is not None:
+        older = older - options.leftpad_k
+    older = older - (q.shape[1] if starts is None else starts.diff())
+    if not _plain.is_eager():
+        return _with_arrays(options, *_mask_tree.as_blocks(torch, bits, older, capacity))
+    # In the memory of tensors, and in half the time: an operation of NumPy costs less to call.
+    arrays, sizes = _mask_tree.as_blocks(np, bits.numpy(), older.numpy(), capacity)
+    return _with_arrays(options, [torch.from_numpy(x) for x in arrays], sizes)
 
 
 def check_entries(options: Options, q: Tensor) -> None:
     """Refuses entries of a mask that are out of range: a call without rows and keys."""
-    batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
+    batch = _batch(options, q)
     empty = q.new_empty((batch, 0, q.shape[-2], 1))
     fields = ("mask_first", "mask_entries", "mask_bits", "mask_heads", "mask_rows", "mask_keys")
     mask = {name: getattr(options, name) for name in fields}
     _ops.forward_alone(empty, empty, empty, Options(**mask))
+
+
+def _batch(options: Options, q: Tensor) -> int:
+    return q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
 
 
 def refuse_on_gpu(q: Tensor) -> None:

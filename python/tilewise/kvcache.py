@@ -88,7 +88,9 @@ def attention_with_kvcache(
             on through all pages to the last new one. ``Ranges`` may go beyond the keys of a
             sequence. ``Blocks`` must have Sq rows, and a key for each that a row of the caches or
             of block_table has room for; with cu_seqlens_q they may have any size, and what lies
-            outside is hidden.
+            outside is hidden. A ``Tree`` says which of its last keys each row of q sees, and has Sq
+            rows, with cu_seqlens_q at least those of the longest sequence; it is refused together
+            with rotary embedding, since the position of a draft token is not its place.
         return_max_logits: Return max_logits after out and lse. CPU only.
 
     Returns:
@@ -104,6 +106,10 @@ def attention_with_kvcache(
     if v_cache is None and head_dim_v is None:
         raise TypeError("v_cache is None, but must be given, or head_dim_v for a latent cache")
     check_one_tensor(head_dim_v, v_cache, v, v_descale)
+    if mask is not None and rotary_cos is not None:
+        from ._mask_tree import refuse_rotation
+
+        refuse_rotation(mask)
     if head_dim_v is not None:
         v, v_descale = k, k_descale
     new = (

@@ -3,6 +3,7 @@
 ``Ranges`` is a set of rectangles, full or causal ones: documents, prefixes, spans, shared
 questions. ``Blocks`` lists the visible blocks of 128 rows and 128 keys of every head, with a bit
 per pair in blocks that are only partly visible; ``from_flex`` and ``from_bool`` make such masks.
+``Tree`` is for the draft tokens of speculative decoding.
 
 A pair is visible if the mask, causal and window all allow it. Rows and keys are counted within a
 sequence. Masks are immutable and can be pickled.
@@ -18,10 +19,11 @@ import numpy as np
 from . import _block_lists, _trapezoids
 from ._block_lists import BLOCK, FULL, PARTIAL, Array, Lists, Strip, blocks_of
 from ._check import is_tensor
-from ._mask import Mask, rebuilt
+from ._mask import Mask, common_count, rebuilt
 from ._mask_fields import KINDS, check_kinds, host, int32, kind_numbers, number, vector
+from ._mask_tree import NO_TREE, Tree
 
-__all__ = ["KINDS", "Blocks", "Mask", "Ranges", "from_bool", "from_flex"]
+__all__ = ["KINDS", "Blocks", "Mask", "Ranges", "Tree", "from_bool", "from_flex"]
 
 
 class _Combining(Mask):
@@ -240,7 +242,7 @@ class Ranges(_Combining):
         return self._by_sequence(other, common)
 
     def _by_sequence(self, other: Ranges, combine: Callable[[Array, Array], Array]) -> Ranges:
-        batch = _common_count("batch", self, other)
+        batch = common_count("batch", self, other)
         sides = []
         for m in (self, other):
             entries, first = host(m.entries), host(m.first)
@@ -342,12 +344,6 @@ class Blocks(_Combining):
         self._shape(seqlen_q, seqlen_k)
         return _block_lists.states(self._lists(), self.batch, self.heads, self.rows, self.keys)
 
-    def _visible_pairs(self, rows: int, keys: int) -> int:
-        strip, total = self._strip(keys), 0
-        for b, h, block in np.ndindex(self.batch, self.heads, blocks_of(rows)):
-            total += int(strip(b, h, block * BLOCK, min((block + 1) * BLOCK, rows)).sum())
-        return total
-
     def __repr__(self) -> str:
         size = f"{self.rows} x {self.keys}, batch {self.batch}, heads {self.heads}"
         distinct = self.bits.shape[0]
@@ -378,6 +374,11 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
         raise TypeError(
             f"mask is a {type(mask).__name__}, but must be one of tilewise.masks: for a bool "
             "tensor or array, pass masks.from_bool(mask), and for a BlockMask masks.from_flex(mask)"
+        )
+    if isinstance(mask, Tree):
+        raise TypeError(
+            "mask is a Tree, but only attention_with_kvcache takes one: pass "
+            "masks.from_bool(mask.to_bool(seqlen_q, seqlen_k))"
         )
     for name, count, wanted in (("batch", mask.batch, batch), ("heads", mask.heads, heads)):
         if count not in (1, wanted):
@@ -459,9 +460,11 @@ def _from_strips(strip: Strip, like: Mask, rows: int, keys: int) -> Blocks:
 def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str) -> Blocks:
     if not isinstance(b, Mask):
         raise TypeError(f"the right side of {sign} is a {type(b).__name__}, but must be a mask")
+    if isinstance(b, Tree):
+        raise TypeError(f"the right side of {sign} is a Tree, {NO_TREE}")
     sized = next(m for m in (a, b) if isinstance(m, Blocks))
     rows, keys = sized.rows, sized.keys
-    sizes = [_common_count(name, a, b) for name in ("batch", "heads")]
+    sizes = [common_count(name, a, b) for name in ("batch", "heads")]
     for m in (a, b):
         if isinstance(m, Blocks) and (m.rows, m.keys) != (rows, keys):
             raise ValueError(
@@ -481,14 +484,3 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
     mask = Blocks(*lists, rows=rows, keys=keys, heads=sizes[1])
     array = sized.first
     return mask.to(array.device) if is_tensor(array) else mask
-
-
-def _common_count(name: str, a: Mask, b: Mask) -> int:
-    """The batch or heads of two masks that are combined."""
-    counts = sorted(getattr(m, name) for m in (a, b))
-    if counts[0] not in (1, counts[1]):
-        raise ValueError(
-            f"the masks have {name} {counts[0]} and {counts[1]}, but must have the same, or one of "
-            "them 1"
-        )
-    return int(counts[1])

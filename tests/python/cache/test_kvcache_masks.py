@@ -121,10 +121,10 @@ def check(problem: Problem) -> None:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
+def calls(draw: st.DrawFn, longest: int = 40) -> dict[str, Any]:
     """Everything of a ``Problem`` except the mask."""
     batch = draw(st.integers(1, 3))
-    rows, new = draw(st.sampled_from([1, 2, 3, 7, 40])), draw(st.sampled_from([0, 1, 4, 7]))
+    rows, new = draw(st.sampled_from([1, 2, 3, 7, longest])), draw(st.sampled_from([0, 1, 4, 7]))
     capacity = draw(st.sampled_from([48, 48, 336]))
     lengths = [draw(st.integers(0, capacity - new)) for _ in range(batch)]
     options: dict[str, Any] = draw(
