@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 
 #include "emulator/block.h"
 #include "emulator/device.h"
@@ -70,6 +71,11 @@ void for_each_chunk(const TensorProduct& p, const Kind& kind, Visit visit) {
 
 template <size_t kRows>
 using Matrix = std::array<std::array<float, kRows>, kDepth>;  // [k][row]
+
+struct OperandPair {
+  Matrix<kM> a;
+  Matrix<kMaxN> b;
+};
 
 template <size_t kRows>
 void read_operand(const SharedMemory& shared, const SwizzledOperand& operand, bool trans, int rows,
@@ -174,8 +180,9 @@ void TensorCore::run(const Task& task) {
 void TensorCore::execute(const TensorProduct& p) {
   BlockState& state = block().state_of(rank_);
   const Kind kind(p.kind);
-  static thread_local Matrix<kM> a;
-  static thread_local Matrix<kMaxN> b;
+  // On the heap: a library that is loaded at run time has little space for thread-local variables.
+  static thread_local const auto operands = std::make_unique<OperandPair>();
+  auto& [a, b] = *operands;
   if (p.a_in_tensor) {
     read_operand(state.tensor_memory, column_of(p.a), kind.bf16, a);
   } else {
