@@ -1,6 +1,7 @@
-// The forward and the backward of the C library as handlers of XLA's foreign function interface,
-// for CPUs and for CUDA. They know nothing of attention: tilewise.jax writes the structs of
-// tilewise.h when it lowers a call, and a handler only puts the addresses of the buffers into them.
+// The passes of the C library as handlers of XLA's foreign function interface: forward and backward
+// for CPUs and for CUDA, jvp and second, which have no kernel for GPUs, for CPUs. They know nothing
+// of attention: tilewise.jax writes the structs of tilewise.h when it lowers a call, and a handler
+// only puts the addresses of the buffers into them.
 //
 // A struct arrives as an attribute of 64-bit words in which all pointers are NULL. A second
 // attribute lists pairs of numbers: the offset of a pointer in the struct, in bytes, and the buffer
@@ -152,6 +153,38 @@ ffi::Error backward(const Device& device, const ffi::RemainingArgs& arguments,
       tilewise_backward(&problem.attention, &g, buffers.workspace(), buffers.workspace_bytes()));
 }
 
+ffi::Error jvp(const Device& device, const ffi::RemainingArgs& arguments,
+               const ffi::RemainingRets& results, const Description& description, Words tangents,
+               Words tangents_pointers) {
+  const Buffers buffers(arguments, results);
+  Problem problem;
+  ffi::Error error = restore_problem(device, description, buffers, problem);
+  if (error.failure()) return error;
+  tilewise_tangents t{};
+  error = restore(tangents, tangents_pointers, buffers, t);
+  if (error.failure()) return error;
+  return error_of(
+      tilewise_jvp(&problem.attention, &t, buffers.workspace(), buffers.workspace_bytes()));
+}
+
+ffi::Error second(const Device& device, const ffi::RemainingArgs& arguments,
+                  const ffi::RemainingRets& results, const Description& description,
+                  Words gradients, Words gradients_pointers, Words tangents,
+                  Words tangents_pointers) {
+  const Buffers buffers(arguments, results);
+  Problem problem;
+  ffi::Error error = restore_problem(device, description, buffers, problem);
+  if (error.failure()) return error;
+  tilewise_gradients g{};
+  error = restore(gradients, gradients_pointers, buffers, g);
+  if (error.failure()) return error;
+  tilewise_tangents t{};
+  error = restore(tangents, tangents_pointers, buffers, t);
+  if (error.failure()) return error;
+  return error_of(
+      tilewise_second(&problem.attention, &t, &g, buffers.workspace(), buffers.workspace_bytes()));
+}
+
 // --- one handler per pass and platform -----------------------------------------------------------
 
 ffi::Error forward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
@@ -164,6 +197,20 @@ ffi::Error backward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets resu
                            Words mask_pointers, Words gradients, Words gradients_pointers) {
   return backward(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
                   gradients, gradients_pointers);
+}
+
+ffi::Error jvp_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
+                      Words attention_pointers, Words mask, Words mask_pointers, Words tangents,
+                      Words tangents_pointers) {
+  return jvp(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
+             tangents, tangents_pointers);
+}
+
+ffi::Error second_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
+                         Words attention_pointers, Words mask, Words mask_pointers, Words gradients,
+                         Words gradients_pointers, Words tangents, Words tangents_pointers) {
+  return second(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
+                gradients, gradients_pointers, tangents, tangents_pointers);
 }
 
 ffi::Error forward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
@@ -208,6 +255,13 @@ auto with_gradients(Binding&& binding) {
       .template Attr<Words>("gradients_pointers");
 }
 
+template <class Binding>
+auto with_tangents(Binding&& binding) {
+  return std::move(binding)
+      .template Attr<Words>("tangents")
+      .template Attr<Words>("tangents_pointers");
+}
+
 }  // namespace
 }  // namespace tilewise::jax_binding
 
@@ -221,6 +275,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     tilewise_jax_backward_cpu, tilewise::jax_binding::backward_on_cpu,
     tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cpu()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_jvp_cpu, tilewise::jax_binding::jvp_on_cpu,
+    tilewise::jax_binding::with_tangents(
+        tilewise::jax_binding::with_attention(tilewise::jax_binding::bind_cpu())));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_second_cpu, tilewise::jax_binding::second_on_cpu,
+    tilewise::jax_binding::with_tangents(
+        tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cpu())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     tilewise_jax_forward_cuda, tilewise::jax_binding::forward_on_cuda,

@@ -35,8 +35,8 @@ def attention(
             same bits; the bits of a row depend on its position in the batch.
 
     Returns:
-        out, or (out, lse), both with derivatives in reverse mode: those of q, k, v, bias, sinks
-        and a scale that is an array.
+        out, or (out, lse), both with derivatives: those of q, k, v, bias, sinks and a scale that
+        is an array. CPUs also have forward mode and second derivatives.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -173,5 +173,5 @@ def attention_with_kvcache(
     problem = _arguments.problem(
         arrays, batch, request, max_seqlen_q=rows, num_splits=_check.split_count(num_splits)
     )
-    out, lse = _autodiff.decode(problem, arrays)
+    out, lse = _autodiff.attend(problem._replace(inference=True), arrays)
     return (out, lse) if _check.flag("return_lse", return_lse) else out

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._problem import Problem, Shape, Shapes
+from ._problem import Problem, Shape, Shapes, plain_name
 
 # The roles of dimensions. A dimension that is never divided has None.
 _BATCH, _HEADS = "batch", "heads"
@@ -26,7 +26,7 @@ _Roles = tuple[str | None, ...]
 _Axes = dict[str, tuple[str, ...]]  # the mesh axes that cut the dimensions with a role
 
 _PER_SEQUENCE = ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "diagonal")
-_PER_ROW = ("lse", "lse_low", "dlse")
+_PER_ROW = ("lse", "lse_low")
 
 
 def partitioned(
@@ -87,11 +87,12 @@ def partitioned(
 
 def _roles(problem: Problem, given: Shapes, name: str, shape: Shape) -> _Roles:
     """The role of each dimension of an array. Dimensions of size 1 of a bias have none."""
+    name = plain_name(name)
     rank = len(shape.shape)
     batch = None if "cu_seqlens_q" in given else _BATCH
     if "dropout_state" in given or "mask_first" in given:
         return (None,) * rank
-    if name in ("q", "k", "v", "out", "dout"):
+    if name in ("q", "k", "v", "out"):
         if rank == 3:
             return (None, _HEADS, None)
         shared = name in ("k", "v") and ("block_table" in given or "kv_batch_idx" in given)

@@ -1,7 +1,9 @@
-"""The two primitives, forward and backward, and what XLA needs to compile and to map them.
+"""The primitives, one per pass, and what XLA needs to compile and to map them.
 
-Each lowers to a function that XLA may divide over devices (``_partition``). On each device the
-function binds a second primitive, which lowers to the custom call.
+All have the same form: operands are the inputs of a problem and the arrays named by ``given``, and
+``wanted`` names the results (``_problem``). Each lowers to a function that XLA may divide over
+devices (``_partition``). On each device the function binds a second primitive, which lowers to the
+custom call.
 """
 
 from __future__ import annotations
@@ -12,107 +14,120 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tilewise import _abi
 from tilewise._library import jax_adapter
 
 from . import _partition, _vmap
-from ._problem import (
-    Problem,
-    Shapes,
-    backward_call,
-    forward_call,
-    gradient_shapes,
-    result_shapes,
-    shapes_of,
-)
+from ._problem import Problem, Shapes, call, plain_name, result_shapes, shapes_of
 
-_FORWARD = Primitive("tilewise_forward")
-_BACKWARD = Primitive("tilewise_backward")
-# JAX's platforms: the name by which XLA's registry knows each, and the device of the C ABI.
-_PLATFORMS = {"cpu": ("cpu", _abi.CPU), "cuda": ("CUDA", _abi.CUDA)}
+Arrays = dict[str, Any]
+Names = tuple[str, ...]
+
+FORWARD = Primitive("tilewise_forward")
+BACKWARD = Primitive("tilewise_backward")
+JVP = Primitive("tilewise_jvp")
+SECOND = Primitive("tilewise_second")
+# The change of the tangents of out and lse along a second direction of the inputs. There is no
+# kernel for it: it exists because JAX derives the reverse mode, which is SECOND, from it.
+JVP_OF_JVP = Primitive("tilewise_jvp_of_jvp")
+
+# JAX's platforms: the name by which XLA's registry knows each, the device of the C ABI, and the
+# passes that have a handler. Where there is none, planning refuses the pass.
+_PLATFORMS = {
+    "cpu": ("cpu", _abi.CPU, ("forward", "backward", "jvp", "second")),
+    "cuda": ("CUDA", _abi.CUDA, ("forward", "backward")),
+}
 
 
-def forward(problem: Problem, arrays: dict[str, Any], *, with_lse_low: bool = False) -> list[Any]:
-    """[out, lse], and lse_low, the rounding error of lse, if it is wanted."""
-    operands = [arrays[name] for name in problem.inputs]
-    return _FORWARD.bind(*operands, problem=problem, with_lse_low=with_lse_low)
+def bind(primitive: Primitive, problem: Problem, arrays: Arrays, wanted: Names) -> Arrays:
+    """The results named by ``wanted``; ``arrays`` are the inputs and the other operands."""
+    arrays = _unify(arrays)
+    given = tuple(name for name in arrays if name not in problem.inputs)
+    operands = [arrays[name] for name in (*problem.inputs, *given)]
+    results = primitive.bind(*operands, problem=problem, given=given, wanted=wanted)
+    return dict(zip(wanted, results, strict=True))
 
 
-def backward(problem: Problem, arrays: dict[str, Any], wanted: tuple[str, ...]) -> list[Any]:
-    """The gradients of the inputs named by ``wanted``.
+def _unify(arrays: Arrays) -> Arrays:
+    """The arrays, each varying over every axis of a shard_map that one of them varies over.
 
-    ``arrays`` has the inputs and results of the forward with lse_low, dout, and perhaps dlse.
+    A primitive needs that, and the conversion sums the gradients of arrays that do not vary. Arrays
+    that are sharded over explicit axes are gathered; XLA can divide a call over other axes
+    (``_partition``).
     """
-    names = backward_inputs(problem, "dlse" in arrays)
-    operands = [arrays[name] for name in names]
-    return _BACKWARD.bind(*operands, problem=problem, wanted=wanted)
+    arrays = {name: _gathered(array) for name, array in arrays.items()}
+    axes = {name: _axes(array) for name, array in arrays.items()}
+    every = frozenset().union(*axes.values())
+
+    def varying(name: str) -> Any:
+        missing = tuple(sorted(every - axes[name]))
+        return jax.lax.pcast(arrays[name], missing, to="varying") if missing else arrays[name]
+
+    return {name: varying(name) for name in arrays}
 
 
-def backward_inputs(problem: Problem, with_dlse: bool) -> tuple[str, ...]:
-    """The operands of the backward in their order."""
-    dlse = ("dlse",) if with_dlse else ()
-    return (*problem.inputs, "out", "lse", "lse_low", "dout", *dlse)
+def _gathered(array: Any) -> Any:
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
+        return array
+    return jax.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def _forward_shapes(operands: Any, problem: Problem, with_lse_low: bool) -> tuple[Shapes, Shapes]:
-    given = shapes_of(problem.inputs, operands)
-    results = result_shapes(problem, given)
-    if not with_lse_low:
-        del results["lse_low"]
-    return given, results
+def _axes(array: Any) -> frozenset[str]:
+    """The axes of a shard_map that an array varies over."""
+    kind = jax.typeof(array)
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else kind.vma)
 
 
-def _backward_shapes(
-    operands: Any, problem: Problem, wanted: tuple[str, ...]
+def _shapes(
+    operands: Any, *, problem: Problem, given: Names, wanted: Names
 ) -> tuple[Shapes, Shapes]:
-    with_dlse = len(operands) > len(backward_inputs(problem, False))
-    given = shapes_of(backward_inputs(problem, with_dlse), operands)
-    return given, gradient_shapes(given, wanted)
+    shapes = shapes_of((*problem.inputs, *given), operands)
+    return shapes, result_shapes(problem, shapes, wanted)
 
 
-def _abstract(shapes: Any, *operands: Any, **static: Any) -> list[Any]:
+def _abstract(*operands: Any, **static: Any) -> list[Any]:
     """The types of the results, which vary over the same axes of a shard_map as q."""
-    _, results = shapes(operands, **static)
+    _, results = _shapes(operands, **static)
     return [
         operands[0].update(shape=shape, dtype=dtype, weak_type=False)
         for shape, dtype in results.values()
     ]
 
 
-def _lower(shapes: Any, local: Primitive, ctx: Any, *operands: Any, **static: Any) -> Any:
+def _lower(local: Primitive, ctx: Any, *operands: Any, **static: Any) -> Any:
     function: Any = functools.partial(local.bind, **static)
     context = ctx.module_context.axis_context
     # Without devices there is nothing to divide, and custom_partitioning fails.
     if getattr(context, "device_assignment", context) is not None:
-        shapes_by_name = shapes(ctx.avals_in, **static)
+        shapes_by_name = _shapes(ctx.avals_in, **static)
         function = _partition.partitioned(function, static["problem"], *shapes_by_name)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
-def _lower_on_one_device(
-    shapes: Any, call: Any, target: str, device: int, ctx: Any, *operands: Any, **static: Any
-) -> Any:
-    given, results = shapes(ctx.avals_in, **static)
-    described = call(static["problem"], given, results, device)
+def _lower_on_one_device(target: str, device: int, ctx: Any, *operands: Any, **static: Any) -> Any:
+    shapes, results = _shapes(ctx.avals_in, **static)
+    described = call(static["problem"], shapes, results, device)
     workspace = jax.core.ShapedArray((described.workspace_bytes,), jax.numpy.uint8)
     rule = jax.ffi.ffi_lowering(target)
     wide = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     return rule(wide, *operands, **described.attributes)[:-1]
 
 
-def _not_differentiable(*_: Any, **__: Any) -> Any:
+def _refuse_jvp_of_jvp(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "tilewise.jax: attention has first derivatives in reverse mode (jax.grad, jax.vjp), but "
-        "no forward mode and no second derivatives"
+        "tilewise.jax: forward mode over forward mode (jax.jvp of jax.jvp, jacfwd of jacfwd) is "
+        "not defined: use jax.jvp of jax.grad, or jax.grad of jax.jvp"
     )
 
 
 def _register_targets() -> None:
     library = jax_adapter()
-    for platform, _ in _PLATFORMS.values():
-        for name in ("forward", "backward"):
+    for platform, _, passes in _PLATFORMS.values():
+        for name in passes:
             handler = getattr(library, f"tilewise_jax_{name}_{platform.lower()}")
             jax.ffi.register_ffi_target(
                 f"tilewise_{name}", jax.ffi.pycapsule(handler), platform=platform
@@ -130,7 +145,7 @@ def _lower_with_devices(primitive: Primitive) -> None:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _define(primitive: Primitive, shapes: Any, call: Any, batch: Any) -> None:
+def _define(primitive: Primitive) -> None:
     @functools.partial(jax.jit, static_argnums=0)
     def compiled(static: tuple[tuple[str, Any], ...], *operands: Any) -> list[Any]:
         return primitive.bind(*operands, **dict(static))
@@ -139,41 +154,39 @@ def _define(primitive: Primitive, shapes: Any, call: Any, batch: Any) -> None:
         with jax.disable_jit(False):
             return compiled(tuple(static.items()), *operands)
 
-    local = Primitive(f"{primitive.name}_on_one_device")
-    for each in (primitive, local):
-        each.multiple_results = True
-        each.def_abstract_eval(functools.partial(_abstract, shapes))
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_abstract)
     primitive.def_impl(run)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+
+
+def _define_kernel(primitive: Primitive) -> None:
+    _define(primitive)
+    local = Primitive(f"{primitive.name}_on_one_device")
+    local.multiple_results = True
+    local.def_abstract_eval(_abstract)
     _lower_with_devices(primitive)
-    mlir.register_lowering(primitive, functools.partial(_lower, shapes, local))
-    for platform, (_, device) in _PLATFORMS.items():
-        rule = functools.partial(_lower_on_one_device, shapes, call, primitive.name, device)
+    mlir.register_lowering(primitive, functools.partial(_lower, local))
+    for platform, (_, device, _passes) in _PLATFORMS.items():
+        rule = functools.partial(_lower_on_one_device, primitive.name, device)
         mlir.register_lowering(local, rule, platform=platform)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = _not_differentiable
 
 
-def _batch_forward(operands: Any, dims: Any, *, problem: Problem, with_lse_low: bool) -> Any:
-    names = problem.inputs
+def _batch(
+    primitive: Primitive, operands: Any, dims: Any, *, problem: Problem, given: Names, wanted: Names
+) -> Any:
+    def run(arrays: Arrays) -> list[Any]:
+        return [*bind(primitive, problem, arrays, wanted).values()]
 
-    def call(arrays: dict[str, Any]) -> list[Any]:
-        return forward(problem, arrays, with_lse_low=with_lse_low)
-
-    return _vmap.batch(call, problem.options, names, operands, dims, summed=False)
-
-
-def _batch_backward(operands: Any, dims: Any, *, problem: Problem, wanted: tuple[str, ...]) -> Any:
-    with_dlse = len(operands) > len(backward_inputs(problem, False))
-    names = backward_inputs(problem, with_dlse)
-
-    def call(arrays: dict[str, Any]) -> list[Any]:
-        return backward(problem, arrays, wanted)
-
-    # Gradients that are summed over the batch would also be summed over the mapped dimension.
-    summed = any(name not in ("q", "k", "v") for name in wanted)
-    return _vmap.batch(call, problem.options, names, operands, dims, summed=summed)
+    # All sequences of the batch share these inputs: their gradients are summed over it, and would
+    # also be summed over the mapped dimension, and their tangents cannot be mapped.
+    shared = {"bias", "sinks", "scale_tensor"} & {plain_name(name) for name in (*given, *wanted)}
+    names = (*problem.inputs, *given)
+    return _vmap.batch(run, problem.options, names, operands, dims, summed=bool(shared))
 
 
 _register_targets()
-_define(_FORWARD, _forward_shapes, forward_call, _batch_forward)
-_define(_BACKWARD, _backward_shapes, backward_call, _batch_backward)
+for _primitive in (FORWARD, BACKWARD, JVP, SECOND):
+    _define_kernel(_primitive)
+_define(JVP_OF_JVP)
+mlir.register_lowering(JVP_OF_JVP, _refuse_jvp_of_jvp)

@@ -29,7 +29,28 @@ _UNALIGNED = 8
 _WORKSPACE_ALIGNMENT = 64
 
 # Arrays whose two middle dimensions are exchanged in the layout "bhsd".
-_ROWS = ("q", "k", "v", "out", "dout")
+_ROWS = ("q", "k", "v", "out")
+
+# Endings of names: a tangent of an input or a result along the direction of a derivative, or the
+# gradient of such a tangent; and a tangent of an input along a second direction.
+_TANGENT = "_tangent"
+_DIRECTION = "_direction"
+
+
+def tangent_of(name: str) -> str:
+    """The name of the tangent of an array; the one of dout is the gradient of out's tangent."""
+    return name + _TANGENT
+
+
+def direction_of(name: str) -> str:
+    """The name of an input's tangent along the second direction of the two."""
+    return name + _DIRECTION
+
+
+def plain_name(name: str) -> str:
+    """The name of the array whose shape the named one has: q for dq and for q_tangent."""
+    plain = name.removesuffix(_TANGENT).removesuffix(_DIRECTION)
+    return plain[1:] if plain in ("dq", "dk", "dv", "dout", "dlse") else plain
 
 
 class Problem(NamedTuple):
@@ -38,6 +59,7 @@ class Problem(NamedTuple):
     options: tuple[str, ...]  # the given arrays besides q, k and v: fields of OptionalFields
     numbers: OptionalFields  # whose arrays are None here
     heads_first: bool = False
+    inference: bool = False  # a call that has no derivative
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -67,66 +89,68 @@ def shapes_of(names: Sequence[str], arrays: Sequence[Any]) -> Shapes:
     return {n: Shape(tuple(a.shape), a.dtype) for n, a in zip(names, arrays, strict=True)}
 
 
-def result_shapes(problem: Problem, given: Shapes) -> Shapes:
-    """The results of a forward: out, lse, and lse_low in the shape of lse."""
+def result_shapes(problem: Problem, given: Shapes, wanted: Sequence[str]) -> Shapes:
+    """The results named by ``wanted``.
+
+    They are out, lse and lse_low of a forward, their tangents, or gradients, which have the names
+    of their inputs. Gradients of pages are per sequence.
+    """
+    return {name: _result_shape(problem, given, name) for name in wanted}
+
+
+def _result_shape(problem: Problem, given: Shapes, name: str) -> Shape:
+    if name in problem.inputs:
+        return _gradient_shape(given, name)
     q = given["q"].shape
-    out = Shape((*q[:-1], given["v"].shape[-1]), given["q"].dtype)
+    if plain_name(name) == "out":
+        return Shape((*q[:-1], given["v"].shape[-1]), given["q"].dtype)
     rows, heads = (-2, -3) if problem.heads_first else (-3, -2)
     lead = () if len(q) == 3 else q[:1]
-    lse = Shape((*lead, q[heads], q[rows]), np.dtype(np.float32))
-    return {"out": out, "lse": lse, "lse_low": lse}
+    return Shape((*lead, q[heads], q[rows]), np.dtype(np.float32))
 
 
-def gradient_shapes(given: Shapes, wanted: Sequence[str]) -> Shapes:
-    """The gradients of the inputs named by ``wanted``. Those of pages are per sequence."""
-    shapes = {}
-    for name in wanted:
-        shape, dtype = given[name]
-        if name in ("k", "v") and "block_table" in given:
-            batch, width = given["block_table"].shape
-            shape = (batch, width * shape[1], *shape[2:])
-        if name not in ("q", "k", "v"):
-            dtype = np.dtype(np.float32)
-        shapes[name] = Shape(shape, dtype)
-    return shapes
+def _gradient_shape(given: Shapes, name: str) -> Shape:
+    shape, dtype = given[name]
+    if name in ("k", "v") and "block_table" in given:
+        batch, width = given["block_table"].shape
+        shape = (batch, width * shape[1], *shape[2:])
+    return Shape(shape, dtype if name in ("q", "k", "v") else np.dtype(np.float32))
 
 
-def forward_call(problem: Problem, given: Shapes, results: Shapes, device: int) -> Call:
-    """A forward with the operands ``given`` and the results ``results``, in this order."""
+def call(problem: Problem, given: Shapes, results: Shapes, device: int) -> Call:
+    """A call with the operands ``given`` and the results ``results``, in this order.
 
-    def describe(shift: int) -> tuple[Any, None]:
-        views = _views({**given, **results}, problem.heads_first, shift)
-        return _attention(problem, given, views, device), None
+    Their names say which pass it is: gradients are those of a backward, tangents make it ``jvp``,
+    and both together ``second``.
+    """
 
-    return _call(describe, device)
-
-
-def backward_call(problem: Problem, given: Shapes, grads: Shapes, device: int) -> Call:
-    """A backward with the operands ``given``, from q to dout or dlse, and the results ``grads``."""
-
-    def describe(shift: int) -> tuple[Any, Any]:
-        named = {f"d{name}": shape for name, shape in grads.items()}
+    def describe(shift: int) -> dict[str, Any]:
+        named = {f"d{n}" if n in problem.inputs else n: shape for n, shape in results.items()}
         views = _views({**given, **named}, problem.heads_first, shift)
-        return _attention(problem, given, views, device), _gradients(given, views)
+        structs = {"attention": _attention(problem, given, views, device), "gradients": None}
+        if named.keys() != results.keys():
+            structs["gradients"] = _gradients(given, views)
+        if any(name.endswith(_TANGENT) for name in views):
+            structs["tangents"] = _tangents(given, views)
+        return structs
 
-    return _call(describe, device)
-
-
-def _call(describe: Any, device: int) -> Call:
     library = c_library()
-    a, g = describe(0)
-    size = _describe.plan(library, a, g).workspace_bytes
+    structs = describe(0)
+    size = _describe.plan(library, *structs.values()).workspace_bytes
     if device == _abi.CUDA:  # other kernels run where rows are not aligned
-        size = max(size, _describe.plan(library, *describe(_UNALIGNED)).workspace_bytes)
+        unaligned = _describe.plan(library, *describe(_UNALIGNED).values())
+        size = max(size, unaligned.workspace_bytes)
     none = np.zeros(0, np.int64)
     attributes = {"mask_pointers": none, "mask": none}
+    a = structs["attention"]
     if a.mask:
         mask = a.mask.contents
         attributes = {"mask_pointers": _take_pointers(mask), "mask": _words(mask)}
         a.mask = None
-    attributes |= {"attention_pointers": _take_pointers(a), "attention": _words(a)}
-    if g is not None:
-        attributes |= {"gradients_pointers": _take_pointers(g), "gradients": _words(g)}
+    for name, struct in structs.items():
+        if struct is not None:
+            attributes[f"{name}_pointers"] = _take_pointers(struct)
+            attributes[name] = _words(struct)
     return Call(attributes, size + _WORKSPACE_ALIGNMENT)
 
 
@@ -137,7 +161,7 @@ def _views(shapes: Shapes, heads_first: bool, shift: int) -> dict[str, View]:
         strides = [1] * len(shape)
         for d in reversed(range(len(shape) - 1)):
             strides[d] = strides[d + 1] * shape[d + 1]
-        if heads_first and len(shape) == 4 and name.removeprefix("d") in _ROWS:
+        if heads_first and len(shape) == 4 and plain_name(name) in _ROWS:
             shape = (shape[0], shape[2], shape[1], shape[3])
             strides[1], strides[2] = strides[2], strides[1]
         views[name] = View((i + 1) * _BUFFER + shift, shape, tuple(strides))
@@ -162,13 +186,8 @@ def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: 
 
 def _gradients(given: Shapes, views: dict[str, View]) -> Any:
     g = _abi.sized(_abi.Gradients)
-    varlen_q, varlen_k = "cu_seqlens_q" in given, "cu_seqlens_k" in given
-    for name, varlen in (("dout", varlen_q), ("dq", varlen_q), ("dk", varlen_k), ("dv", varlen_k)):
-        if name in views:
-            setattr(g, name, _describe.rows(views[name], varlen))
-    if "dlse" in views:
-        g.dlse = views["dlse"].pointer
-        g.dlse_stride_batch, g.dlse_stride_head = _describe.lse_strides(views["dlse"])
+    names = {name: name for name in ("dout", "dq", "dk", "dv", "dlse")}
+    _set_rows_and_lse(g, names, given, views)
     if "dbias" in views:
         bias = views["dbias"]
         g.dbias = bias.pointer
@@ -180,6 +199,40 @@ def _gradients(given: Shapes, views: dict[str, View]) -> Any:
     if "dscale_tensor" in views:
         g.dscale = views["dscale_tensor"].pointer
     return g
+
+
+def _tangents(given: Shapes, views: dict[str, View]) -> Any:
+    t = _abi.sized(_abi.Tangents)
+    names = {name: name + _TANGENT for name in ("q", "k", "v", "out", "dout", "lse", "dlse")}
+    _set_rows_and_lse(t, names, given, views)
+    if "bias_tangent" in views:
+        bias = views["bias_tangent"]
+        t.bias = bias.pointer
+        t.bias_stride_batch, t.bias_stride_head, t.bias_stride_row = _describe.bias_strides(bias)
+    if "sinks_tangent" in views:
+        t.sinks = views["sinks_tangent"].pointer
+    if "scale_tensor_tangent" in views:
+        t.scale = views["scale_tensor_tangent"].pointer
+    return t
+
+
+def _set_rows_and_lse(
+    struct: Any, names: dict[str, str], given: Shapes, views: dict[str, View]
+) -> None:
+    """Sets those fields of a struct whose views, named by ``names``, exist."""
+    for field, name in names.items():
+        view = views.get(name)
+        if view is None:
+            continue
+        if plain_name(name) == "lse":
+            setattr(struct, field, view.pointer)
+            batch, head = _describe.lse_strides(view)
+            setattr(struct, f"{field}_stride_batch", batch)
+            setattr(struct, f"{field}_stride_head", head)
+        else:
+            keys = plain_name(name) in ("k", "v")
+            starts = "cu_seqlens_k" if keys else "cu_seqlens_q"
+            setattr(struct, field, _describe.rows(view, starts in given))
 
 
 def _take_pointers(struct: ctypes.Structure) -> npt.NDArray[np.int64]:

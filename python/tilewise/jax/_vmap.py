@@ -36,7 +36,7 @@ def batch(
         names: The names of the operands.
         operands: The arrays.
         dims: The mapped dimension of each, or None.
-        summed: Whether a result is summed over the batch.
+        summed: Whether a result is summed over the batch, or a tangent is shared by it.
     """
     mapped = {n: d is not None for n, d in zip(names, dims, strict=True)}
     arrays = {

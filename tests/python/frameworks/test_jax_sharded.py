@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: `make test-jax` installs it")
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import tilewise.jax as tj
-from jax_arrays import close, random, same
+from jax_arrays import ON_GPU, close, random, same
 
 two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 
@@ -68,6 +70,40 @@ def test_jit_of_sharded_arrays(name):
     gathers = " all-gather(" in compiled.as_text()
     assert gathers == ("gathered" in name)
     close(compiled(*cut), gradient(*given), 1e-5)
+
+
+@two_devices
+@pytest.mark.skipif(ON_GPU, reason="only CPUs compute these derivatives")
+@pytest.mark.parametrize("split", ["batch", "heads"])
+def test_second_derivatives(split):
+    """A tangent and a product with the Hessian, in a shard_map and in a jit of sharded arrays. What
+    the devices share has tangents on each of them, and gradients that are summed."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    shapes = (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (4,), (1, 1, 9, 11)
+    given, tangents = random(*shapes), random(*shapes, seed=5)
+    rows = P("x") if split == "batch" else P(None, None, "x")
+    specs = (rows, rows, rows, P() if split == "batch" else P("x"), P())
+
+    def attend(q, k, v, sinks, bias):
+        return tj.attention(q, k, v, sinks=sinks, bias=bias, causal=True)
+
+    def derivatives(function, x, t):
+        gradient = jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2, 3, 4))
+        return jax.jvp(function, x, t), jax.jvp(gradient, x, t)[1]
+
+    want = jax.jit(partial(derivatives, attend))(tuple(given), tuple(tangents))
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=rows)
+    close(jax.jit(partial(derivatives, sharded))(tuple(given), tuple(tangents)), want, 1e-5)
+    cut = [
+        tuple(
+            jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+            for x, spec in zip(each, specs, strict=True)
+        )
+        for each in (given, tangents)
+    ]
+    compiled = jax.jit(partial(derivatives, attend)).lower(*cut).compile()
+    assert " all-gather(" not in compiled.as_text()
+    close(compiled(*cut), want, 1e-5)
 
 
 @two_devices
