@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from ctypes import (
     POINTER,
@@ -325,6 +326,12 @@ def sized(structure: type[ctypes.Structure]) -> Any:
     return result
 
 
+def in_python(sentence: str) -> str:
+    """A sentence of the library without the fields of its structs that hold strides."""
+    stride = r"\b(\w+)[._]stride_(batch|row|head)\b"
+    return re.sub(stride, r"the \2 stride of \1", sentence).replace("of alibi ", "of alibi_slopes ")
+
+
 def check(library: ctypes.CDLL, status: int) -> None:
     """Returns if the status is OK; otherwise raises an exception with the library's message.
 
@@ -335,7 +342,7 @@ def check(library: ctypes.CDLL, status: int) -> None:
     """
     if status == OK:
         return
-    sentence = "tilewise: " + library.tilewise_last_error().decode()
+    sentence = "tilewise: " + in_python(library.tilewise_last_error().decode())
     if status == INVALID_ARGUMENT:
         raise ValueError(sentence)
     if status == UNSUPPORTED:

@@ -5,9 +5,10 @@ This module needs no framework.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
-from . import _check
+from . import _abi, _check
 
 
 class NewKeys(NamedTuple):
@@ -124,6 +125,29 @@ def check_new(new: NewKeys) -> bool:
     if new.k is not None and new.lengths is None:
         raise ValueError("cache_seqlens is None, but must say where k and v are written to")
     return new.k is not None
+
+
+def check_rotary_columns(cos: Any, head_dim: int) -> None:
+    """Refuses tables that rotate more columns than a head of k has."""
+    if 2 * cos.shape[-1] > head_dim:
+        raise ValueError(
+            f"rotary_cos has {cos.shape[-1]} columns, but must have at most {head_dim // 2}: each "
+            f"rotates a pair of the {head_dim} columns of a head"
+        )
+
+
+# The words of the C ABI for the arguments of ``attention_with_kvcache``.
+_ARGUMENTS = {
+    "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "kv_batch_idx": "cache_batch_idx",
+    "leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens",
+    "cu_seqlens_new": "cu_seqlens_k_new",
+}  # fmt: skip
+
+
+def in_python(sentence: str) -> str:
+    """A sentence of the library with the names of Python's arguments."""
+    words = _abi.in_python(sentence)
+    return re.sub(r"\w+", lambda word: _ARGUMENTS.get(word[0], word[0]), words)
 
 
 def check_pages(xp: Any, table: Any, cache: Any, seqused: Any, leftpad: Any) -> None:

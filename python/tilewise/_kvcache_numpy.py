@@ -23,8 +23,10 @@ from ._cache import (
     check_max_rows,
     check_new,
     check_pages,
+    check_rotary_columns,
     check_starts,
     common_length,
+    in_python,
 )
 from ._library import c_library
 from ._numpy import Array
@@ -272,22 +274,22 @@ def _attend(
     attended = _select(given, request, layout) if selects else problem
     max_logits = _numpy.new_max_logits(attended.attention, request)
     _check.flag("check", layout.check)
-    # Planning checks the arguments, so it comes before the append writes anything.
-    if appends and selects:
-        _plan(problem)
-    _plan(attended)
-    if appends and request.mask is not None:
-        given.check_entries(request.mask)
     try:
+        # Planning checks the arguments, so it comes before the append writes anything.
+        if appends and selects:
+            _plan(problem)
+        _plan(attended)
+        if appends and request.mask is not None:
+            given.check_entries(request.mask)
         if appends:
             written = (turned, rotated[..., columns:], k_cache, v_cache)
             _append(written, new, arrays, problem.attention)
         out, lse = _numpy._forward(attended)
         results = (out, lse) if max_logits is None else (out, lse, max_logits)
         return _results_like(given, *results) if selects else results
-    except ValueError:
-        _raise_with_python_names(problem.attention, lengths, arrays, new)
-        raise
+    except ValueError as error:
+        _raise_of_entries(problem.attention, lengths, arrays, new)
+        raise ValueError(in_python(str(error))) from None
 
 
 def _plan(problem: _numpy._Problem) -> None:
@@ -351,10 +353,10 @@ def _owners(given: _Arrays) -> Array:
     return np.searchsorted(starts, np.arange(lead[0]), side="right") - 1
 
 
-def _raise_with_python_names(
+def _raise_of_entries(
     a: Any, lengths: Array | None, arrays: dict[str, Array], new: NewKeys
 ) -> None:
-    """Repeats the library's checks of entries, because its errors use the names of the C ABI."""
+    """Repeats the library's checks of entries, whose rules it counts otherwise than the caller."""
     table, starts = arrays.get("block_table"), arrays.get("cu_seqlens_q")
     capacity = a.seqlen_k if table is None else a.block_table_width * a.page_size
     packed = [] if starts is None else [("cu_seqlens_q", starts.tolist(), a.seqlen_q)]
@@ -421,6 +423,7 @@ def _append(
     if new.rotary_cos is not None:
         tensors |= {"q": q, "q_out": rotated}
         cos = _new_rows("rotary_cos", new.rotary_cos, q, (None, None))
+        check_rotary_columns(cos, k_cache.shape[-1])
         sin = _new_rows("rotary_sin", new.rotary_sin, q, cos.shape)
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
         keep_alive += [cos, sin]

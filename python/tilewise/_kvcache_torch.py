@@ -17,8 +17,10 @@ from ._cache import (
     check_max_rows,
     check_new,
     check_pages,
+    check_rotary_columns,
     check_starts,
     common_length,
+    in_python,
 )
 from ._ops import Options
 from ._request import Request
@@ -77,6 +79,8 @@ def _appends(new: NewKeys, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: i
         rows, meaning = (None,), "[new keys, heads_kv, columns] of the caches"
     _check.shape("k", new.k, (*rows, *k_cache.shape[2:]), meaning)
     _check.shape("v", new.v, (*new.k.shape[:-2], *v_cache.shape[2:]), "as many rows as k")
+    if new.rotary_cos is not None:
+        check_rotary_columns(new.rotary_cos, k_cache.shape[3])
     return True
 
 
@@ -321,10 +325,10 @@ def _general(
         if selected is None:
             return forward(rotated, k_cache, v_cache, grown)
         return _results_like(q, options.cu_seqlens_q, *forward(*selected))
-    except ValueError:
+    except ValueError as error:
         if q.device.type == "cpu" and _plain.is_eager():
-            _raise_with_python_names(appended, options, new)
-        raise
+            _raise_of_entries(appended, options, new)
+        raise ValueError(in_python(str(error))) from None
 
 
 def select(
@@ -391,10 +395,10 @@ def _owners(q: Tensor, starts: Tensor | None) -> Tensor:
     return torch.searchsorted(starts, numbers, right=True) - 1
 
 
-def _raise_with_python_names(
+def _raise_of_entries(
     appended: tuple[Tensor, Tensor, Tensor], options: Options, new: NewKeys
 ) -> None:
-    """Repeats the library's checks of entries, because its errors use the names of the C ABI."""
+    """Repeats the library's checks of entries, whose rules it counts otherwise than the caller."""
     try:
         check_entries(_entries(*appended, options, new))
     except ValueError as error:

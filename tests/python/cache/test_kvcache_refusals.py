@@ -86,7 +86,7 @@ BAD = {
     "cos dtype": (dict(rotary_cos=torch.randn(CAPACITY, 4).half()), "rotary_cos"),
     "cos too wide": (
         dict(rotary_cos=torch.randn(CAPACITY, 16), rotary_sin=torch.randn(CAPACITY, 16)),
-        "rotary_dim",
+        "rotary_cos has 16 columns, but must have at most",
     ),
     "entry: cos too short": (
         dict(rotary_cos=torch.randn(9, 4), rotary_sin=torch.randn(9, 4)),
