@@ -234,10 +234,12 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
 }  // namespace detail
 
 // The struct of the C ABI for these tensors, on the CPU. If `lse` and `lse_low` are not empty, they
-// are contiguous: [batch, head, row], or [head, row] with cu_seqlens_q.
+// are contiguous: [batch, head, row], or [head, row] with cu_seqlens_q. So is `max_logits`:
+// [batch, head].
 inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                                    const Tensor& out, const Options& options = {},
-                                   std::span<float> lse = {}, std::span<float> lse_low = {}) {
+                                   std::span<float> lse = {}, std::span<float> lse_low = {},
+                                   std::span<float> max_logits = {}) {
   detail::check_shapes(q, k, v, out, options);
   const bool varlen = !options.cu_seqlens_q.empty();
   tilewise_attention a{};
@@ -267,6 +269,8 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.lse_stride_head = a.seqlen_q;
   detail::check_size("lse_low", lse_low.size(), lse_rows);
   a.lse_low = lse_low.empty() ? nullptr : lse_low.data();
+  detail::check_size("max_logits", max_logits.size(), a.batch * a.heads_q);
+  a.max_logits = max_logits.empty() ? nullptr : max_logits.data();
 
   a.window_left = options.window_left.value_or(-1);
   a.window_right = options.causal ? 0 : options.window_right.value_or(-1);
@@ -372,13 +376,14 @@ inline void second(const tilewise_attention& attention, const tilewise_tangents&
 // out = softmax(scale * q k^T) v in one call. Pass a workspace to reuse its memory between calls.
 inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                       const Tensor& out, const Options& options, Workspace& workspace,
-                      std::span<float> lse = {}) {
-  forward(describe(q, k, v, out, options, lse), workspace);
+                      std::span<float> lse = {}, std::span<float> max_logits = {}) {
+  forward(describe(q, k, v, out, options, lse, {}, max_logits), workspace);
 }
 inline void attention(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
-                      const Tensor& out, const Options& options = {}, std::span<float> lse = {}) {
+                      const Tensor& out, const Options& options = {}, std::span<float> lse = {},
+                      std::span<float> max_logits = {}) {
   Workspace workspace;
-  attention(q, k, v, out, options, workspace, lse);
+  attention(q, k, v, out, options, workspace, lse, max_logits);
 }
 
 // The views of a backward; gradients whose view is empty are not computed.

@@ -18,6 +18,9 @@ inline int64_t times(int64_t x, int64_t y) {
   return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
 }
 
+// For %lld of printf.
+inline long long as_long(int64_t x) { return x; }
+
 // Reads values out of the input. Past the end everything is 0, and 0 always selects the simplest
 // choice: the empty input is a small valid call, and every changed byte moves away from it.
 class Reader {
@@ -53,6 +56,8 @@ class Memory {
  public:
   // A call with more bytes than this in total is only planned, not run.
   static constexpr __int128 kLimit = 1 << 22;
+  // An aligned address that is never mapped: an access through it crashes the run.
+  static void* unmapped() { return reinterpret_cast<void*>(uintptr_t{4096}); }
 
   // Address of element 0 of a tensor with these sizes and strides and `columns` contiguous
   // elements; null if it has no elements, and an unmapped address if it is too large.

@@ -113,6 +113,8 @@ struct DescribedCall {
     a.batch_invariant = in.one_in(4) ? 1 : 0;
     a.kv_float8 = in.one_in(4) ? 1 : 0;
     a.out_dtype = in.pick32({0, 0, 0, 1, 2, 3, 4});
+    if (in.one_in(16)) a.q_descale = unmapped<const float>();
+    if (in.one_in(8)) a.max_logits = unmapped<float>();
     if (in.one_in(4)) a.diagonal = unmapped<const int32_t>();
     a.key_offset = in.one_in(4) ? size(in, 1) : 0;
   }

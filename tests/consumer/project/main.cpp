@@ -1,4 +1,5 @@
 // Attention from C++: forward and backward through tilewise.hpp, checked against the definition.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -48,6 +49,24 @@ double loss(const std::vector<float>& q, const std::vector<float>& k, const std:
   return total;
 }
 
+// The largest logits [sequence, head] of the same problem.
+std::vector<double> largest_logits(const std::vector<float>& q, const std::vector<float>& k,
+                                   const std::vector<int32_t>& starts) {
+  std::vector<double> largest;
+  for (std::size_t s = 0; s + 1 < starts.size(); ++s)
+    for (int64_t h = 0; h < kHeads; ++h) {
+      largest.push_back(-HUGE_VAL);
+      for (int64_t i = starts[s]; i < starts[s + 1]; ++i)
+        for (int64_t j = starts[s]; j <= i; ++j) {
+          double dot = 0;
+          for (int64_t d = 0; d < kDim; ++d)
+            dot += static_cast<double>(q[at(i, h, d)]) * k[at(j, h, d)];
+          largest.back() = std::max(largest.back(), dot / std::sqrt(static_cast<double>(kDim)));
+        }
+    }
+  return largest;
+}
+
 bool check(const char* what, double value, double expected, double tolerance) {
   const bool good = std::abs(value - expected) <= tolerance;
   if (!good) std::fprintf(stderr, "%s: %.9g, expected %.9g\n", what, value, expected);
@@ -61,11 +80,12 @@ bool varlen_gradients_are_right() {
   std::vector<float> q = wave(0.1), k = wave(0.2), v = wave(0.3);
   const std::vector<float> dout = wave(0.4);
   std::vector<float> out(kCount), dq(kCount), dk(kCount), dv(kCount), lse(kRows * kHeads);
+  std::vector<float> max_logits(2 * kHeads);
   const tilewise::Sizes sizes = {kRows, kHeads, kDim};
-  tilewise_attention a =
-      tilewise::describe(tilewise::view(q, sizes), tilewise::view(k, sizes),
-                         tilewise::view(v, sizes), tilewise::view(out, sizes),
-                         {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts}, lse);
+  tilewise_attention a = tilewise::describe(
+      tilewise::view(q, sizes), tilewise::view(k, sizes), tilewise::view(v, sizes),
+      tilewise::view(out, sizes), {.causal = true, .cu_seqlens_q = starts, .cu_seqlens_k = starts},
+      lse, {}, max_logits);
   const tilewise_gradients g = tilewise::describe(a, {.dout = tilewise::view(dout, sizes),
                                                       .dq = tilewise::view(dq, sizes),
                                                       .dk = tilewise::view(dk, sizes),
@@ -76,6 +96,9 @@ bool varlen_gradients_are_right() {
 
   const double forward = std::inner_product(out.begin(), out.end(), dout.begin(), 0.0);
   bool good = check("forward", forward, loss(q, k, v, dout, starts), 1e-5);
+  const std::vector<double> largest = largest_logits(q, k, starts);
+  for (std::size_t i = 0; i < largest.size(); ++i)
+    good = check("max_logits", max_logits[i], largest[i], 1e-6) && good;
   struct Pair {
     const char* name;
     std::vector<float>* input;
@@ -132,6 +155,10 @@ bool mistakes_are_exceptions() {
       expect(message([&] { tilewise::attention(whole, whole, whole, whole, {.softcap = -1.0f}); }),
              "softcap is -1: ") &&
       good;
+  std::vector<float> logits(kHeads + 1);
+  good = expect(message([&] { tilewise::attention(whole, whole, whole, whole, {}, {}, logits); }),
+                "max_logits has 3 entries: it must have 2") &&
+         good;
   good = expect(message([&] {
                   tilewise::attention(whole, tilewise::view(x, {1, kRows, 1, kDim}), whole, whole);
                 }),
