@@ -12,6 +12,7 @@ from tilewise._check import UNBOUNDED, Window
 from tilewise._request import Request, Sequences
 
 from . import _arguments, _autodiff
+from ._problem import Problem
 
 
 def attention(
@@ -20,7 +21,7 @@ def attention(
     sinks: Any = None, dropout_p: float = 0.0, dropout_seed: Any = None,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    layout: str = "bshd", mask: Any = None,
+    layout: str = "bshd", mask: Any = None, return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
     """``tilewise.attention`` on JAX arrays: exact attention of equal-length sequences.
 
@@ -35,8 +36,9 @@ def attention(
             same bits; the bits of a row depend on its position in the batch.
 
     Returns:
-        out, or (out, lse), both with derivatives: those of q, k, v, bias, sinks and a scale that
-        is an array. CPUs also have forward mode and second derivatives.
+        out; with return_lse also lse, and with return_max_logits also max_logits. out and lse have
+        derivatives: those of q, k, v, bias, sinks and a scale that is an array. CPUs also have
+        forward mode and second derivatives.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -55,11 +57,10 @@ def attention(
         arrays["bias"] = _arguments.full_keys(full, k.shape[rows])
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask=mask,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     problem = _arguments.problem(arrays, q.shape[0], request, dropout_seed, heads_first)
-    out, lse = _autodiff.attend(problem, arrays)
-    return (out, lse) if _check.flag("return_lse", return_lse) else out
+    return _results(request, problem, arrays)
 
 
 def attention_varlen(
@@ -70,7 +71,7 @@ def attention_varlen(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     dropout_seed: Any = None, return_lse: bool = False, deterministic: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None, mask: Any = None,
+    v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
     """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
 
@@ -110,13 +111,12 @@ def attention_varlen(
         rows, keys = _check.bounds_of_bias(full.shape, rows, keys)
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
-        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask=mask,
+        deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
     )  # fmt: skip
     problem = _arguments.problem(
         arrays, batch, request, dropout_seed, max_seqlen_q=rows, max_seqlen_k=keys
     )
-    out, lse = _autodiff.attend(problem, arrays)
-    return (out, lse) if _check.flag("return_lse", return_lse) else out
+    return _results(request, problem, arrays)
 
 
 def attention_with_kvcache(
@@ -173,5 +173,12 @@ def attention_with_kvcache(
     problem = _arguments.problem(
         arrays, batch, request, max_seqlen_q=rows, num_splits=_check.split_count(num_splits)
     )
-    out, lse = _autodiff.attend(problem._replace(inference=True), arrays)
-    return (out, lse) if _check.flag("return_lse", return_lse) else out
+    return _results(request, problem._replace(inference=True), arrays)
+
+
+def _results(request: Request, problem: Problem, arrays: dict[str, Any]) -> Any:
+    """The results that the request asks for, in the form in which the functions return them."""
+    _check.flag("return_lse", request.return_lse)
+    with_max_logits = _check.flag("return_max_logits", request.return_max_logits)
+    results = _autodiff.attend(problem, with_max_logits, arrays)
+    return request.results(results["out"], results["lse"], results.get("max_logits"))

@@ -36,11 +36,11 @@ _TANGENTS = ("out_tangent", "lse_tangent")
 
 
 # Compiled, so that a call costs one dispatch where jax.jit does not surround it.
-@functools.partial(jax.jit, static_argnums=0)
-def attend(problem: Problem, arrays: Arrays) -> tuple[Any, Any]:
-    """(out, lse) of a problem whose arrays, by name, have been checked."""
-    results = bind(FORWARD, problem, arrays, ("out", "lse"))
-    return results["out"], results["lse"]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(problem: Problem, with_max_logits: bool, arrays: Arrays) -> Arrays:
+    """out, lse and perhaps max_logits of a problem whose arrays, by name, have been checked."""
+    more = ("max_logits",) if with_max_logits else ()
+    return bind(FORWARD, problem, arrays, ("out", "lse", *more))
 
 
 def _given(problem: Problem, given: Names, values: Sequence[Any]) -> Arrays:
@@ -86,10 +86,11 @@ def _forward_tangents(
     arrays = _given(problem, given, primals)
     moved = _given(problem, given, tangents)
     _check_moved(problem, tuple(moved))
-    state = arrays | bind(FORWARD, problem, arrays, _STATE)
+    more = tuple(name for name in wanted if name not in _STATE)
+    made = bind(FORWARD, problem, arrays, (*_STATE, *more))
     along = {tangent_of(name): x for name, x in moved.items()}
-    changes = bind(JVP, problem, state | along, _TANGENTS)
-    results = [state[name] for name in wanted]
+    changes = bind(JVP, problem, _state(problem, arrays | made) | along, _TANGENTS)
+    results = [made[name] for name in wanted]
     return results, _changes(results, [changes.get(tangent_of(name)) for name in wanted])
 
 

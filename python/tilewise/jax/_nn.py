@@ -78,8 +78,8 @@ def dot_product_attention(
         arrays["diagonal"] = jnp.broadcast_to(jnp.asarray(moved, jnp.int32), (batch,))
     request = Request(is_causal, window, scale)
     problem = _arguments.problem(arrays, batch, request)
-    out, lse = _autodiff.attend(problem, arrays)
-    lse = lse.swapaxes(1, 2)
+    results = _autodiff.attend(problem, False, arrays)
+    out, lse = results["out"], results["lse"].swapaxes(1, 2)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if _check.flag("return_residual", return_residual) else out

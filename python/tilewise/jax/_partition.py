@@ -102,6 +102,7 @@ def _roles(problem: Problem, given: Shapes, name: str, shape: Shape) -> _Roles:
         "bias": (batch, _HEADS, None, None),
         "alibi_slopes": (batch, _HEADS)[2 - rank :],
         "sinks": (_HEADS,),
+        "max_logits": (batch, _HEADS),
         "block_table": (batch, None),
         "k_descale": (batch, _HEADS),
         "v_descale": (batch, _HEADS),

@@ -92,8 +92,8 @@ def shapes_of(names: Sequence[str], arrays: Sequence[Any]) -> Shapes:
 def result_shapes(problem: Problem, given: Shapes, wanted: Sequence[str]) -> Shapes:
     """The results named by ``wanted``.
 
-    They are out, lse and lse_low of a forward, their tangents, or gradients, which have the names
-    of their inputs. Gradients of pages are per sequence.
+    They are out, lse, lse_low and max_logits of a forward, tangents, or gradients, which have the
+    names of their inputs. Gradients of pages are per sequence.
     """
     return {name: _result_shape(problem, given, name) for name in wanted}
 
@@ -105,6 +105,10 @@ def _result_shape(problem: Problem, given: Shapes, name: str) -> Shape:
     if plain_name(name) == "out":
         return Shape((*q[:-1], given["v"].shape[-1]), given["q"].dtype)
     rows, heads = (-2, -3) if problem.heads_first else (-3, -2)
+    if name == "max_logits":
+        starts = given.get("cu_seqlens_q")
+        batch = q[0] if starts is None else starts.shape[0] - 1
+        return Shape((batch, q[heads]), np.dtype(np.float32))
     lead = () if len(q) == 3 else q[:1]
     return Shape((*lead, q[heads], q[rows]), np.dtype(np.float32))
 
@@ -181,6 +185,8 @@ def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: 
     _describe.set_output(a, views["out"], views["lse"])
     if "lse_low" in views:
         a.lse_low = views["lse_low"].pointer
+    if "max_logits" in views:
+        _describe.set_max_logits(a, views["max_logits"])
     return a
 
 

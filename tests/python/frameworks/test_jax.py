@@ -177,6 +177,40 @@ def test_masks_have_the_bits_of_numpy_arrays(kind):
     close(pullback((dout, jnp.zeros_like(lse))), (grads.dq, grads.dk + grads.dv), 1e-6)
 
 
+def largest_logits(q, k, **options):
+    return tj.attention(q, k, k, return_max_logits=True, **options)
+
+
+@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
+@pytest.mark.parametrize("packed", [False, True])
+def test_max_logits_have_the_bits_of_numpy_arrays(packed):
+    q, k, starts = *random((2, 9, 4, 16), (2, 9, 2, 16)), jnp.array([0, 4, 11, 18], jnp.int32)
+    options = dict(window=(5, 0), softcap=5.0, return_lse=True, return_max_logits=True)
+    ours, theirs = tj.attention, tilewise.attention
+    if packed:
+        q, k = (x.reshape(18, -1, 16) for x in (q, k))
+        options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+        ours, theirs = tj.attention_varlen, tilewise.attention_varlen
+    host = {n: np.asarray(x) if n.startswith("cu") else x for n, x in options.items()}
+    got = jax.jit(lambda q, k: ours(q, k, k, **options))(q, k)
+    assert got[2].shape == (3 if packed else 2, 4)
+    assert same(got, theirs(*map(np.asarray, (q, k, k)), **host))
+
+
+@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
+def test_max_logits_under_transformations():
+    """They are mapped like the other results, and have neither a tangent nor a gradient."""
+    q, k = random((3, 2, 9, 4, 16), (2, 11, 2, 16))
+    mapped = jax.vmap(partial(largest_logits, causal=True), (0, None))
+    text = str(jax.make_jaxpr(mapped)(q, k))
+    assert text.count("tilewise_forward") == 1
+    assert same(mapped(q, k), pieces(lambda q: largest_logits(q, k, causal=True), 3)(q))
+    (out, logits), (moved, none) = jax.jvp(lambda q: largest_logits(q, k), (q[0],), (q[1],))
+    assert same((out, logits), largest_logits(q[0], k))
+    assert moved.any() and not none.any()
+    assert not jax.grad(lambda q: largest_logits(q, k)[1].sum())(q[0]).any()
+
+
 def test_pages_have_gradients():
     q, pages = random((7, 4, 16), (5, 4, 2, 16))
     table = jnp.array([[4, 1], [4, 3]], jnp.int32)  # both sequences use page 4

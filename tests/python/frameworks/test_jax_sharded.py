@@ -107,6 +107,19 @@ def test_second_derivatives(split):
 
 
 @two_devices
+@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+def test_max_logits(spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k = random((2, 10, 4, 16), (2, 10, 2, 16))
+    cut = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in (q, k)]
+    run = jax.jit(lambda q, k: tj.attention(q, k, k, return_max_logits=True))
+    compiled = run.lower(*cut).compile()
+    assert " all-gather(" not in compiled.as_text()
+    assert same(compiled(*cut), run(q, k))
+
+
+@two_devices
 @pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
 def test_jit_of_sharded_heads(option):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
