@@ -191,7 +191,7 @@ def predicted_many(points: list[Row]) -> str:
 
 def compared(rows: list[Row]) -> str:
     """Points measured before exchanges overlapped, beside the prediction without overlap."""
-    head = ["4 GPUs", "method", "measured", "predicted without overlap", "measured, not predicted",
+    head = ["4 GPUs", "method", "measured", "predicted without overlap", "unpredicted time",
             "predicted with overlap"]  # fmt: skip
     return markdown(
         head,

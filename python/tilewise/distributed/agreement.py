@@ -27,14 +27,14 @@ from .ranks import Ranks, exchanging, gather_equal
 NUMBERS = 3  # how many numbers every call sends, whichever function it is
 
 
-class Call(NamedTuple):
+class Description(NamedTuple):
     """The values that must be the same on all ranks, by name, and numbers that may differ."""
 
     same: dict[str, str]
     numbers: tuple[int, ...] = ()
 
 
-def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[list[int]]:
+def agree(ranks: Ranks, function: str, describe: Callable[[], Description]) -> list[list[int]]:
     """Compares the calls of all ranks; returns the numbers of each.
 
     Args:
@@ -53,7 +53,7 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Call]) -> list[lis
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if ranks.world == 1:
             raise
-        call, refusal = Call({"refused": str(error)}), error
+        call, refusal = Description({"refused": str(error)}), error
     numbers = [*call.numbers, *[0] * NUMBERS][:NUMBERS]
     if ranks.world == 1:
         return [numbers]

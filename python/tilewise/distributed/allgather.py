@@ -111,8 +111,8 @@ class AllGather:
                     q[:, own, begin:end], keys, values, out[:, own, begin:end],
                     parts[group * len(calls) + number],
                 )  # fmt: skip
-                given = None if dlse is None else dlse[:, begin:end, own]
-                grads = local.backward(state, dout[:, own, begin:end], given, part, wanted)
+                own_dlse = None if dlse is None else dlse[:, begin:end, own]
+                grads = local.backward(state, dout[:, own, begin:end], own_dlse, part, wanted)
                 if dq is not None:
                     dq[:, own, begin:end] = grads[0]
                 add_of_heads(results, grads, begin, end)

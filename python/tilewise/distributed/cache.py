@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch, kvcache
-from .agreement import Call, agree
+from .agreement import Description, agree
 from .ranks import Ranks, all_gather, eager, ranks_of
 
 
@@ -90,8 +90,8 @@ def attention_with_kvcache(
     ranks = ranks_of(group, mesh)
     _torch.as_array("q", q)
 
-    def describe() -> Call:
-        return Call({
+    def describe() -> Description:
+        return Description({
             "shape of q": str(list(q.shape)), "dtype of q": str(q.dtype),
             "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
             "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),

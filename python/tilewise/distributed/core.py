@@ -25,7 +25,7 @@ from .._options import (
 )
 
 if TYPE_CHECKING:  # masks need NumPy
-    from .mask_parts import MaskPart, WholeMask
+    from .mask_parts import MaskPart
 
 Operator: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options, Tensor | None], Result]"
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
@@ -61,13 +61,14 @@ class Local:
     def __init__(self, mask: MaskPart | None = None) -> None:
         self._mask = mask
 
-    def given(self, options: Options, q: Tensor) -> Options:
-        """The options of this call for the heads of q."""
+    def options_of_heads(self, options: Options, q: Tensor) -> Options:
+        """The options of this call for the heads of q, with their part of the mask."""
         options = self.options(options)
         if self._mask is None:
             return options
         starts = options.cu_seqlens_q
-        return self._mask.given(options, q, q.shape[0] if starts is None else len(starts) - 1)
+        batch = q.shape[0] if starts is None else len(starts) - 1
+        return self._mask.add_to(options, q, batch)
 
     def options(self, options: Options) -> Options:
         """The options of this call; those per head have been sliced already."""
@@ -106,13 +107,14 @@ class Local:
         max_logits: Tensor | None,
     ) -> Result:  # fmt: skip
         """A forward by `call`, which is ``call`` or ``call_in_float32``."""
-        return call(q, k, v, self.given(options, q), max_logits)
+        return call(q, k, v, self.options_of_heads(options, q), max_logits)
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
     ) -> Gradients:
         """See ``Method``."""
-        return self.call_backward(state, dout, dlse, self.given(options, state[0]), wanted)
+        options = self.options_of_heads(options, state[0])
+        return self.call_backward(state, dout, dlse, options, wanted)
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
@@ -164,11 +166,6 @@ def _as_float32(x: Tensor, factors: Tensor | None, starts: Tensor | None) -> Ten
     if starts is None:
         return wide * factors[:, None, :, None]
     return wide * factors.repeat_interleave(starts.diff(), 0)[:, :, None]
-
-
-def part_of(mask: WholeMask | None, places: Any, device: torch.device) -> MaskPart | None:
-    """``WholeMask.part``, or None without a mask."""
-    return None if mask is None else mask.part(places, device)
 
 
 def of_heads(options: Options, begin: int, end: int, key_heads: Sequence[int]) -> Options:
@@ -239,8 +236,8 @@ class Attend(torch.autograd.Function):
         max_logits: Tensor | None,
     ) -> Any:  # fmt: skip
         """Computes out and lse, and raises the entries of max_logits; see ``Method``."""
-        given = options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
-        out, lse, state = method.forward(q, k, v, given, max_logits)
+        complete = options._replace(bias=bias, sinks=sinks, scale_tensor=scale)
+        out, lse, state = method.forward(q, k, v, complete, max_logits)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*state, bias, sinks, scale)
         ctx.method, ctx.options, ctx.return_lse = method, options, return_lse

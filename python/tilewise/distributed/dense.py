@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._options import Options
-from .core import Local, diagonals, part_of, with_diagonal
+from .core import Local, diagonals, with_diagonal
 from .grid import Grid, rows_of_hosts
 from .keys import AllCalls, Bounds, Call, Meeting, calls_of, meetings_of, visible_pairs
 from .layout import Runs, lengths
@@ -70,7 +70,7 @@ class DenseCut(NamedTuple):
 
     def whole(self, device: torch.device) -> Local:
         """The call of all rows."""
-        return Local(part_of(self.mask, None, device))
+        return Local(None if self.mask is None else self.mask.part_at(None, device))
 
     def calls(self) -> tuple[tuple[Runs, ...], AllCalls]:
         """The runs of keys and the calls of each rank."""
@@ -88,7 +88,8 @@ class DenseCut(NamedTuple):
     def local_of(self, call: Call, device: torch.device) -> Local:
         """One call."""
         diagonal = diagonals((call.span.diagonal,) * self.sequences, device)
-        return DenseCall(call, diagonal, part_of(self.mask, (call.place,), device))
+        mask = None if self.mask is None else self.mask.part_at((call.place,), device)
+        return DenseCall(call, diagonal, mask)
 
     def of_hosts(self, grid: Grid) -> DenseCut:
         """The cut for the rows of a mesh, each of which has the rows of its ranks."""

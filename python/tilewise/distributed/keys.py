@@ -190,7 +190,7 @@ class KeyPlan(NamedTuple):
     most_parts: int  # rows of all parts that any rank receives
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """The gradients of some keys of a run of their owner, from one call of a rank."""
 
     run: int
@@ -204,9 +204,9 @@ class Part(NamedTuple):
 AllCalls: TypeAlias = tuple[tuple[Call, ...], ...]  # of each rank
 
 
-def _parts_of(own: Runs, calls: AllCalls) -> tuple[list[Part], list[Sums]]:
+def _parts_of(own: Runs, calls: AllCalls) -> tuple[list[GradientPart], list[Sums]]:
     """The parts of the gradients of a rank's keys, by run, rank and call, and their sums."""
-    parts: list[Part] = []
+    parts: list[GradientPart] = []
     sums: list[Sums] = []
     row = at = 0
     for index, (begin, end) in enumerate(own):
@@ -216,14 +216,14 @@ def _parts_of(own: Runs, calls: AllCalls) -> tuple[list[Part], list[Sums]]:
                 low, high = max(begin, call.span.begin), min(end, call.span.end)
                 if low < high:
                     place = at + (len(parts) - first) * (end - begin)
-                    parts.append(Part(index, sender, number, low, high, place))
+                    parts.append(GradientPart(index, sender, number, low, high, place))
         count = len(parts) - first
         sums.append(Sums((row, row + end - begin), at, count))
         row, at = row + end - begin, at + count * (end - begin)
     return parts, sums
 
 
-def _gaps(own: Runs, parts: list[Part]) -> Runs:
+def _gaps(own: Runs, parts: list[GradientPart]) -> Runs:
     """The rows of the parts that no message fills."""
     gaps = []
     for part in parts:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch import as_array
-from .agreement import Call, agree
+from .agreement import Description, agree
 from .ranks import Ranks, all_gather, eager, ranks_of, reduce_scatter, sum_dtype
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -241,7 +241,7 @@ def unshard(
     """
     ranks = ranks_of(group)
 
-    def describe() -> Call:
+    def describe() -> Description:
         runs = _whole_runs(_size(size), layout, ranks.world, cu_seqlens)
         if not -as_array("x", x).dim() <= dim < x.dim():
             raise IndexError(f"dim is {dim}, but x has {x.dim()} dimensions")
@@ -254,7 +254,7 @@ def unshard(
         shape: list[int | str] = list(x.shape)
         shape[dim] = "rows"
         differentiable = torch.is_grad_enabled() and x.requires_grad
-        return Call({
+        return Description({
             "layout": repr(layout), "size": str(size), "cu_seqlens": str(cu_seqlens),
             "shape of x": str(shape),
             "dtype of x": str(x.dtype), "requires_grad of x": str(differentiable),

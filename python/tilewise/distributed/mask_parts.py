@@ -57,12 +57,12 @@ class WholeMask:
         low, high = max(low, 0), min(high, keys)
         return (low, high) if low < high else (0, 0)
 
-    def part(self, places: tuple[Place, ...] | None, device: torch.device) -> MaskPart | None:
+    def part_at(self, places: tuple[Place, ...] | None, device: torch.device) -> MaskPart | None:
         """The mask at the place of a call, or at those of its sequences; None: at all places.
 
         A call without rows or keys has none.
         """
-        return _part(self, places, device)
+        return _cached_part_at(self, places, device)
 
 
 # By mask: the versions of its tensors, and the mask on the host.
@@ -184,7 +184,7 @@ class MaskPart:
         self._mask, self._device = mask, device
         self._of_heads: dict[tuple[int, int], Mask] = {}
 
-    def given(self, options: Options, q: Tensor, batch: int) -> Options:
+    def add_to(self, options: Options, q: Tensor, batch: int) -> Options:
         """The options with the mask of the heads of q, which begin with options.head_offset."""
         heads = (options.head_offset, options.head_offset + q.shape[-2])
         if self._mask.heads == 1:
@@ -210,7 +210,7 @@ def _heads_of(mask: Any, heads: Run) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _part(
+def _cached_part_at(
     whole: WholeMask, places: tuple[Place, ...] | None, device: torch.device
 ) -> MaskPart | None:
     if places is None:

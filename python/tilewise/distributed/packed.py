@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .core import Local, part_of
+from .core import Local
 from .grid import Grid
 from .keys import AllCalls, Bounds, Call, Meeting, Span, span_of, visible_pairs
 from .layout import Run, Runs, Starts, length, packed_runs, runs_of
-from .packed_call import Order, PackedCall, Part, sizes_of
+from .packed_call import Order, PackedCall, SequenceParts, sizes_of
 
 if TYPE_CHECKING:
     from .mask_parts import WholeMask
@@ -126,24 +126,36 @@ class PackedCut(NamedTuple):
         return self._replace(by_place=True)
 
     def orders(self, rank: int, device: torch.device, parts: int = 1) -> tuple[Order, Order]:
-        """The rows of this rank in the order of its calls, and its keys in that of chunks. They
-        come as those of `parts` ranks, end to end, of a cut into `parts` times as many ranks.
+        """The rows of this rank in the order of its calls, and its keys in that of chunks.
+
+        With parts, a host of `parts` ranks takes the place of a rank; its rows come as those of its
+        ranks, end to end.
         """
         return _orders(self, rank, device, parts)
 
-    def places(self, rank: int) -> tuple[list[int], list[int]]:
-        """The places of rows and keys of ``orders`` among those of the rank."""
-        place = _places(self.starts_q, self.layout, self.world, rank)
+    def call_order(self, rank: int) -> tuple[list[int], list[int]]:
+        """The rows of a rank in the order of its calls, and its keys in that of chunks, each as its
+        place among those of the rank, which come sequence by sequence.
+
+        Sequences a and b have 8 and 4 rows in four chunks each ("zigzag" over two ranks). Rank 0
+        has the chunks 0 and 3 of both, and a call for each chunk number:
+
+            rows of the rank   a0 a0 a3 a3 b0 b3
+            place               0  1  2  3  4  5
+            in call order      a0 a0 b0   a3 a3 b3
+            result              0  1  4    2  3  5
+        """
+        begins = _chunk_begins(self.starts_q, self.layout, self.world, rank)
         rows = [
-            place[sequence, begin] + i
+            begins[sequence, begin] + i
             for call in _chunk_calls(self, rank)
             for sequence, runs in sorted(call.rows.items())
             for begin, end in runs
             for i in range(end - begin)
         ]
-        place = _places(self.starts_k, self.layout, self.world, rank)
+        begins = _chunk_begins(self.starts_k, self.layout, self.world, rank)
         keys = [
-            place[sequence, begin] + i
+            begins[sequence, begin] + i
             for number in chunks_of(rank, self.layout, self.world)
             for sequence, size in enumerate(sizes_of(self.starts_k))
             for begin, end in [_chunk(size, number, self._chunks())]
@@ -182,7 +194,7 @@ def _by_sequence(starts: Starts, layout: str, world: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _places(starts: Starts, layout: str, world: int, rank: int) -> dict[tuple[int, int], int]:
+def _chunk_begins(starts: Starts, layout: str, world: int, rank: int) -> dict[tuple[int, int], int]:
     """By sequence and first row within it: where a chunk of a rank begins among its rows."""
     result, at = {}, 0
     count = world if layout == "contiguous" else 2 * world
@@ -284,7 +296,7 @@ def _holding(size: int, count: int, span: Span) -> Run:
 def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
     q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
     orders = Order(q, len(q), device), Order(k, len(k), device)
-    mask = part_of(cut.mask, None, device)
+    mask = None if cut.mask is None else cut.mask.part_at(None, device)
     return PackedCall(orders, cut.starts_q, cut.starts_k, device, None, mask)
 
 
@@ -295,13 +307,19 @@ def _locals(cut: PackedCut, rank: int, device: torch.device) -> list[Local]:
 
 @lru_cache(maxsize=32)
 def _orders(cut: PackedCut, rank: int, device: torch.device, parts: int) -> tuple[Order, Order]:
+    """See ``PackedCut.orders``.
+
+    If rank 0 in the drawing of ``PackedCut.call_order`` is a host of two ranks, it has the rows 0,
+    1, 6 and 7 of sequence a. They come as 0 7 1 6, because its first rank has the rows 0 and 7, so
+    rows 0 1 6 7 are at the places 0 2 3 1.
+    """
     orders = []
-    for starts, places in zip((cut.starts_q, cut.starts_k), cut.places(rank), strict=True):
+    for starts, in_call in zip((cut.starts_q, cut.starts_k), cut.call_order(rank), strict=True):
         finer = packed_runs(starts, cut.layout, cut.world * parts)
-        come = [row for own in finer[rank * parts : (rank + 1) * parts] for row in _rows(own)]
-        place = {row: at for at, row in enumerate(come)}
-        own = [place[row] for row in _rows(packed_runs(starts, cut.layout, cut.world)[rank])]
-        orders.append(Order([own[at] for at in places], len(places), device))
+        arriving = [row for own in finer[rank * parts : (rank + 1) * parts] for row in _rows(own)]
+        arrives_at = {row: at for at, row in enumerate(arriving)}
+        own = list(_rows(packed_runs(starts, cut.layout, cut.world)[rank]))
+        orders.append(Order([arrives_at[own[at]] for at in in_call], len(in_call), device))
     return orders[0], orders[1]
 
 
@@ -328,12 +346,12 @@ def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
         index += list(_keys_between(begin, end, size, count, sequence, begins))
         cu_k.append(cu_k[-1] + end - begin)
     sequences = range(len(sizes))
-    part = Part(
+    part = SequenceParts(
         tuple((call.rows.get(i, [(0, 0)])[0], call.keys.get(i, (0, 0))) for i in sequences),
         tuple(call.diagonals.get(i, 0) for i in sequences),
     )
     orders = None, Order(tuple(index), at, device)
-    mask = part_of(cut.mask, part.places, device)
+    mask = None if cut.mask is None else cut.mask.part_at(part.places, device)
     return PackedCall(orders, tuple(cu_q), tuple(cu_k), device, part, mask)
 
 

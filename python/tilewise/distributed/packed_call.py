@@ -41,7 +41,7 @@ class Order:
         return x.index_copy_(0, self._index, y).unsqueeze(0)
 
 
-class Part(NamedTuple):
+class SequenceParts(NamedTuple):
     """Which rows and keys of each sequence a call has, and the diagonals (see ``keys.Span``)."""
 
     places: tuple[tuple[Run, Run], ...]
@@ -63,7 +63,7 @@ class PackedCall(Local):
 
     def __init__(
         self, orders: tuple[Order | None, Order], starts_q: Starts, starts_k: Starts,
-        device: torch.device, part: Part | None, mask: MaskPart | None,
+        device: torch.device, part: SequenceParts | None, mask: MaskPart | None,
     ) -> None:  # fmt: skip
         super().__init__(mask)
         (self._rows, self._keys), self._part = orders, part
@@ -159,10 +159,10 @@ class PackedCall(Local):
     ) -> Result:  # fmt: skip
         """See ``Local``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
-        given = self.given(options, q)
+        options = self.options_of_heads(options, q)
         parts = [
-            call(q[s.rows], k[s.keys], v[s.keys], given._replace(**s.replaced), max_logits)
-            for s in self._steps(given)
+            call(q[s.rows], k[s.keys], v[s.keys], options._replace(**s.replaced), max_logits)
+            for s in self._steps(options)
         ]
         out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)
         state = [q, k, v, out, _cat([x.state[-1] for x in parts], -1)]
@@ -181,13 +181,13 @@ class PackedCall(Local):
         if dlse is not None:
             dlse = self._pick_rows(dlse.transpose(1, 2)).transpose(0, 1)
         q, k, v, out, lse = state
-        given = self.given(options, q)
-        steps = self._steps(given)
+        options = self.options_of_heads(options, q)
+        steps = self._steps(options)
         parts = [
             self.call_backward(
                 [q[s.rows], k[s.keys], v[s.keys], out[s.rows], lse[..., s.rows].contiguous()],
                 dout[s.rows],
-                None if dlse is None else dlse[..., s.rows], given._replace(**s.replaced), wanted,
+                None if dlse is None else dlse[..., s.rows], options._replace(**s.replaced), wanted,
             )
             for s in steps
         ]  # fmt: skip
@@ -208,18 +208,18 @@ def _joined(parts: list[Gradients], steps: list[_Step], state: list[Tensor]) -> 
         return parts[0]
     joined: Gradients = []
     for i, of_steps in enumerate(zip(*parts, strict=True)):
-        given = [x for x in of_steps if x is not None]
-        if not given:
+        present = [x for x in of_steps if x is not None]
+        if not present:
             joined.append(None)
         elif i == 0:
-            joined.append(_cat(given, 0))
+            joined.append(_cat(present, 0))
         elif i < 3:
             whole = torch.zeros_like(state[i])
-            for step, x in zip(steps, given, strict=True):
+            for step, x in zip(steps, present, strict=True):
                 whole[step.keys] = x
             joined.append(whole)
         else:
-            joined.append(torch.stack(given).sum(0))
+            joined.append(torch.stack(present).sum(0))
     return joined
 
 

@@ -14,7 +14,7 @@ from .. import _check, _mask_tensors, _torch
 from .._options import Options
 from .._request import Request
 from . import cost
-from .agreement import Call, agree
+from .agreement import Description, agree
 from .core import Local
 from .dense import DenseCut
 from .grid import Grid
@@ -164,11 +164,10 @@ def prepare(
     """
     local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
-    def describe() -> Call:
+    def describe() -> Description:
         check_layout(layout)
         check_method(method, grid)
-        if ranks.world > 1:
-            _refuse_dtensors(q, k, v)
+        _refuse_dtensors(ranks, q, k, v)
         _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
@@ -189,7 +188,7 @@ def prepare(
             "hosts of mesh": str(grid and grid.between.world),
             "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
         }  # fmt: skip
-        return Call(same, (rows, tensors[1].shape[1], 0 if bias is None else bias.shape[2]))
+        return Description(same, (rows, tensors[1].shape[1], 0 if bias is None else bias.shape[2]))
 
     numbers = agree(ranks, "attention", describe)
     q, k, v, bias = local[0]
@@ -227,10 +226,10 @@ def prepare_varlen(
     left, right = _check.window_bounds(request.causal, request.window)
     window = (None if left < 0 else left, None if right < 0 else right)
 
-    def describe() -> Call:
+    def describe() -> Description:
         check_layout(layout)
         check_method(method, grid)
-        _refuse_dtensors(q, k, v)
+        _refuse_dtensors(ranks, q, k, v)
         starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
         if len(starts[0]) != len(starts[1]):
             raise ValueError(
@@ -264,7 +263,7 @@ def prepare_varlen(
             "hosts of mesh": str(grid and grid.between.world),
             "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
         }  # fmt: skip
-        return Call(same)
+        return Description(same)
 
     agree(ranks, "attention_varlen", describe)
     request = request._replace(bias=None, causal=False, window=window, mask=None)
@@ -333,10 +332,10 @@ def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
     return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
 
 
-def _refuse_dtensors(q: Any, k: Any, v: Any) -> None:
-    """Refuses tensors of PyTorch that know of ranks themselves."""
+def _refuse_dtensors(ranks: Ranks, q: Any, k: Any, v: Any) -> None:
+    """Refuses tensors of PyTorch that know of ranks themselves, unless there is only one rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if hasattr(x, "to_local"):
+        if ranks.world > 1 and hasattr(x, "to_local"):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
                 f"{name}.to_local()"

@@ -90,13 +90,13 @@ class Ring:
         lse = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         if options.sinks is not None:
             lse = lse.copy_(options.sinks[:, None])
-        given = options._replace(sinks=None)
+        without_sinks = options._replace(sinks=None)
 
         def compute(step: int, x: tuple[Tensor, ...]) -> None:
             for meeting, local in self._calls(step):
                 own = slice(*meeting.rows)
                 keys, values = (y[:, slice(*meeting.keys)] for y in x)
-                part = local.partial(q[:, own], keys, values, given, max_logits)
+                part = local.partial(q[:, own], keys, values, without_sinks, max_logits)
                 part_lse = local.lse_pair(part.state[-1]).double().sum(0)
                 before, share, lse[..., own] = _torch._merge_weights(lse[..., own], part_lse)
                 before, share = (w.float().transpose(1, 2).unsqueeze(-1) for w in (before, share))
@@ -118,7 +118,7 @@ class Ring:
         sums = {at: x.new_zeros(x.shape, dtype=torch.float32) for at, x, bit in asked
                 if wanted & bit}  # fmt: skip
         moving = [at for at in (1, 2) if at in sums]
-        inner, part = wanted & ~WANT_SINKS, options._replace(sinks=None)
+        inner, without_sinks = wanted & ~WANT_SINKS, options._replace(sinks=None)
         rank, heads = self._ranks.rank, q.shape[2]
 
         def compute(step: int, x: tuple[Tensor, ...]) -> tuple[Exchange, Any] | None:
@@ -130,8 +130,8 @@ class Ring:
                     q[:, own], x[0][:, keys], x[1][:, keys], out[:, own],
                     local.lse_given(lse[..., own].contiguous()),
                 )  # fmt: skip
-                given = None if dlse is None else dlse[..., own]
-                grads = local.backward(saved, dout[:, own], given, part, inner)
+                own_dlse = None if dlse is None else dlse[..., own]
+                grads = local.backward(saved, dout[:, own], own_dlse, without_sinks, inner)
                 if 0 in sums:
                     sums[0][:, own] += grads[0]
                 for at, total in of_keys.items():

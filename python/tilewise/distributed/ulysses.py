@@ -341,8 +341,8 @@ class Ulysses:
                 return None
             return self._store(group, grads[:3], of_tensors, targets, "the gradients of q, k and v")
 
-        given = [dout] if dlse is None else [dout, dlse.transpose(1, 2).unsqueeze(3)]
-        load = self._load(given, [self._rows] * len(given), [plan_q] * len(given),
+        incoming = [dout] if dlse is None else [dout, dlse.transpose(1, 2).unsqueeze(3)]
+        load = self._load(incoming, [self._rows] * len(incoming), [plan_q] * len(incoming),
                           "the gradient of out")  # fmt: skip
         overlapped(len(plan_q.heads), load, compute, _taker([x for x in targets if x]))
         results[:3] = [None if x is None else x.result() for x in targets]

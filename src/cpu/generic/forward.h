@@ -101,9 +101,9 @@ struct Forward : ForwardScratch {
     }
   }
 
-  // Raises max_logits to the largest scale * q.k of a strip. This is a loop of its own, over
+  // Updates max_logits with the largest scale * q.k of a strip. This is a loop of its own, over
   // numbers in the L1 cache, so that the other loops stay the same.
-  TILEWISE_FN void raise_max_logits(int64_t panel, Range strip, Range keys, bool partial) {
+  TILEWISE_FN void track_max_logits(int64_t panel, Range strip, Range keys, bool partial) {
     const float factor = scaling.general ? scores.score.scale : scaling.unit;
     for (int64_t lane = 0; lane < vectors(panel) * W; lane += W) {
       const Lanes::Bounds bounds = lanes.bounds(panel * S.panel + lane, keys);
@@ -230,7 +230,7 @@ struct Forward : ForwardScratch {
       const Range seen = {keys.begin + strip.begin, keys.begin + strip.end};
       const bool masked = seen.end > keys.end || !lanes.panel_covers(panel, seen);
       products.scores(panel, strip, vectors(panel));
-      if (max_logits != nullptr) raise_max_logits(panel, strip, keys, partial);
+      if (max_logits != nullptr) track_max_logits(panel, strip, keys, partial);
       if (scaling.general || masked) change_scores(panel, strip, keys, masked);
       if (partial) lane_mask.hide(s_tile, S.panel, strip, keys, vectors(panel) * W);
       softmax_strip(panel, strip, keys, pending);
@@ -247,7 +247,7 @@ struct Forward : ForwardScratch {
       scaling = SoftmaxScaling<T>::of(scores.score, true);
     }
     for (int64_t lane = 0; max_logits != nullptr && lane < lanes.count; ++lane)
-      raise_max_logit(p.max_logits + s.batch * p.heads_q + lanes.head[lane], max_logits[lane]);
+      merge_max_logit(p.max_logits + s.batch * p.heads_q + lanes.head[lane], max_logits[lane]);
   }
 
   // Marks the rows to recompute in the general form. The other rows are not affected by them.

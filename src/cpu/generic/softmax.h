@@ -88,9 +88,9 @@ struct SoftmaxScaling {
   }
 };
 
-// Raises an entry of max_logits, to which several work items contribute. The result does not depend
-// on their order: every zero is +0, and every NaN is the same one, which stays.
-TILEWISE_FN void raise_max_logit(float* to, float value) {
+// Merges a value into an entry of max_logits, to which several work items contribute. The result
+// does not depend on their order: every zero is +0, and every NaN is the same one, which stays.
+TILEWISE_FN void merge_max_logit(float* to, float value) {
   value = value == value ? value + 0.0f : __builtin_nanf("");
   float old;
   __atomic_load(to, &old, __ATOMIC_RELAXED);

@@ -103,6 +103,10 @@ def test_one_process_is_the_ordinary_call():
     got = td.attention(q, k, v, causal=True, dropout_p=0.2, return_lse=True)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     assert td.explain(q, k, v, dropout_p=0.2, return_max_logits=True).method == "local"
+    packed = [x[0].clone() for x in (q, k, v)]
+    for x in packed:  # tensors that know of ranks are refused only where there are several
+        x.to_local = None
+    assert td.explain(*packed, cu_seqlens_q=[0, len(packed[0])]).method == "local"
     expected = tilewise.attention(q, k, v, causal=True, return_max_logits=True)
     got = td.attention(q, k, v, causal=True, return_max_logits=True)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

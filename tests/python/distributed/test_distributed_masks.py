@@ -78,9 +78,9 @@ def test_parts_show_what_the_whole_shows_there(data):
     size = [max(end - begin for begin, end in ends) for ends in zip(*places, strict=True)]
     first = data.draw(st.integers(0, 3))
     last = data.draw(st.integers(first + 1, 4))
-    part = whole.part(tuple(places), CPU)
+    part = whole.part_at(tuple(places), CPU)
     q = torch.zeros(2, 1, last - first, 8)
-    got = shown(part.given(Options(head_offset=first), q, 2), *size)
+    got = shown(part.add_to(Options(head_offset=first), q, 2), *size)
     got = np.broadcast_to(got, (2, last - first, *size))
     dense = np.broadcast_to(dense, (2, 4, rows, keys))[:, first:last]
     for sequence, (run, span) in enumerate((places * 2)[:2]):
