@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,14 @@ if not torch.distributed.is_gloo_available():
 sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 
 import bench_distributed as bench  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 from gpu_check import distributed as stage  # noqa: E402
 from gpu_check import suite  # noqa: E402
 from gpu_check.processes import Ended  # noqa: E402
 from gpu_check.setup import Setup  # noqa: E402
 
+RANKS = 2
+
 POINT = bench.Point(64, True, 4, 2)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def place_of(group) -> bench.Place:

@@ -4,7 +4,6 @@ oracle at the bounds of the unsharded call, and what methods refuse."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -85,13 +84,6 @@ CASES = {
         "window": (9, 0), "heads_kv": 2, "group": 3, "keys": (37, 37), "dropout_p": 0.1,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def case_of(name: str) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ import tilewise.distributed as td  # noqa: E402
 import yardstick  # noqa: E402
 from bounds import check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 from tilewise.distributed.cache import merge_parts  # noqa: E402
 
 BASE = Case(rows=(1, 1, 1), keys=(37, 37, 37), heads_kv=2, group=3, head_dim=16, head_dim_v=8,
@@ -29,13 +27,6 @@ CASES = {
     "sinks": {"sinks": True},
     "sinks_bf16": {"sinks": True, "dtype": "bf16", "keys": (3, 3, 3)},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def decode(group, case: Case, paged: bool):

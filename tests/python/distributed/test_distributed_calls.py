@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -27,13 +26,6 @@ from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
 METHODS = ("ulysses", "allgather", "ring")
 EXAMPLE = ROOT / "examples" / "train_distributed.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def tensors(rows=24, heads=4, heads_kv=2, dtype=torch.float32, batch=2):

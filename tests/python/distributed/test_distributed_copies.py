@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,15 +14,7 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
 from cases import Built, Case  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 from test_distributed import CASES, LAYOUTS, METHODS, case_of, compute  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def shared_memory(size, ranks, _device):

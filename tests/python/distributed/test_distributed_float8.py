@@ -3,7 +3,6 @@ that the bytes represent, the bytes that move, and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import tilewise.distributed as td  # noqa: E402
 import yardstick  # noqa: E402
 from bounds import check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat, float64  # noqa: E402
-from distributed_ranks import Pool, device  # noqa: E402
+from distributed_ranks import device  # noqa: E402
 from test_distributed import CAUSAL, LAYOUTS, METHODS, arguments, cuts, joined  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
@@ -32,13 +31,6 @@ CASES = {
     "packed": (replace(BASE, rows=(13, 1, 0, 17), keys=(13, 4, 9, 20), varlen_q=True,
                        varlen_k=True), "bh"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def quantized(case: Case, factors: str) -> tuple[Built, dict[str, Any], dict[str, Any]]:

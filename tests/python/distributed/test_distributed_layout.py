@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,13 +14,6 @@ from tilewise.distributed.layout import lengths, runs_of  # noqa: E402
 from tilewise.distributed.ranks import sum_dtype  # noqa: E402
 
 LAYOUTS = ("zigzag", "contiguous")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

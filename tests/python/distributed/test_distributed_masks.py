@@ -3,8 +3,6 @@ refuses. test_distributed.py compares results with masks with the oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ if not torch.distributed.is_gloo_available():
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from cases import Case  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 from mask_cases import random_dense  # noqa: E402
 from strategies import mask_ranges  # noqa: E402
 from tilewise import masks  # noqa: E402
@@ -25,15 +22,10 @@ from tilewise._mask import rebuilt  # noqa: E402
 from tilewise._options import Options  # noqa: E402
 from tilewise.distributed.mask_parts import whole_mask  # noqa: E402
 
+RANKS = 3
+
 METHODS = ("ulysses", "allgather", "ring")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@ and the result of the whole call cut in the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,16 +11,8 @@ if not torch.distributed.is_gloo_available():
 
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 
 WORLD = 4
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORLD)
-    yield pool
-    pool.close()
 
 
 def contiguous(x, rank, dim=1):

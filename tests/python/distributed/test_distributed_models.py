@@ -26,16 +26,8 @@ from torch.nn import functional as F  # noqa: E402, N812
 
 import tilewise.distributed as td  # noqa: E402
 from bounds import FP32_RELATIVE  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
 
 ROWS, BATCH = 32, 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def mesh_of(group):

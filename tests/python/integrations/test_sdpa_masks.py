@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,23 +14,14 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.nn.attention import (  # noqa: E402
     SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
     sdpa_kernel,
 )
 
 from tilewise.integrations import _bool_masks, sdpa  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("active")
+
 LENGTH = 1024
-
-
-@pytest.fixture(autouse=True)
-def active() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        activate_flash_attention_impl("tilewise")
-    yield
-    restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,15 +34,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             sdpa, name, lambda *given, name=name, real=real: seen.append(name) or real(*given)
         )
     return seen
-
-
-@pytest.fixture
-def active() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        activate_flash_attention_impl("tilewise")
-    yield
-    restore_flash_attention_impl(_raise_warn=False)
 
 
 def inputs(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +22,6 @@ from tilewise.integrations import sdpa  # noqa: E402
 pytestmark = pytest.mark.tensors
 
 ROWS, KEYS = [7, 0, 13], [9, 4, 20]
-
-
-@pytest.fixture
-def active() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        activate_flash_attention_impl("tilewise")
-    yield
-    restore_flash_attention_impl(_raise_warn=False)
 
 
 def starts(lengths: list[int]) -> Tensor:

@@ -21,7 +21,6 @@ import hf_models
 
 hf_models.require("transformers>=5.20", "fastapi", "uvicorn")
 sys.path.insert(0, str(ROOT / "examples"))
-import torch  # noqa: E402
 from hypothesis import HealthCheck, example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -32,20 +31,12 @@ import serve_requests  # noqa: E402
 from serve_client import Client, sent, serving  # noqa: E402
 from serve_http import Limits  # noqa: E402
 
-pytestmark = [pytest.mark.models]
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("one_thread")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 PATIENCE = 20.0  # seconds
 ENDLESS = dict(prompt="never ending", max_tokens=900, temperature=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,19 +40,10 @@ from tilewise.serving import (  # noqa: E402
 from tilewise.serving.sampling import sample  # noqa: E402
 from tilewise.serving.text import TextStream  # noqa: E402
 
-pytestmark = [pytest.mark.models, pytest.mark.tensors]
+pytestmark = [pytest.mark.models, pytest.mark.tensors, pytest.mark.usefixtures("one_thread")]
 
 # Other processes may use the machine, so the duration of an example means nothing.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small are multiplied faster than a second thread wakes up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

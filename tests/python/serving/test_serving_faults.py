@@ -29,18 +29,10 @@ from tilewise.serving import (  # noqa: E402
 from tilewise.serving.sampling import sample  # noqa: E402
 from tilewise.serving.schedule import split_budget  # noqa: E402
 
-pytestmark = [pytest.mark.models, pytest.mark.tensors]
+pytestmark = [pytest.mark.models, pytest.mark.tensors, pytest.mark.usefixtures("one_thread")]
 
 PATIENCE = 30.0  # seconds
 DRAWN = SamplingParams(COUNT, temperature=0.9, top_p=0.95, seed=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,7 @@ hf_models.require("transformers>=5.20")
 import tiny_llama  # noqa: E402
 from serving_engine import COUNT, GREEDY, PROMPTS, all_free, engine  # noqa: E402
 
-pytestmark = [*hf_models.MARKS]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [*hf_models.MARKS, pytest.mark.usefixtures("one_thread")]
 
 
 # The decoder layers of the first three models drop arguments that they do not know.
