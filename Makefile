@@ -78,14 +78,15 @@ machine := $(shell uname -m)
 ARCH ?= $(machine)
 FROM ?= .
 wheel_build = build/wheel-$(wheel_cuda)
+wheel_nvcc = nvcc
 wheel_tag = manylinux_$(subst .,_,$(wheel_glibc))_$(ARCH)
 # The wheel of another architecture: a toolchain, the headers and libraries of that architecture's torch, and its name.
-# It has no CUDA kernels, whose host code has not been compiled for Arm.
+# It has GPU code only with CUDA=ON, as long as the whole of that has not been built.
 ifneq ($(ARCH),$(machine))
 $(if $(filter aarch64,$(ARCH)),,$(error ARCH is $(ARCH), but on this machine it is $(machine) or aarch64))
-$(if $(filter ON,$(CUDA)),$(error CUDA is ON, but a wheel for another architecture has only CPU kernels))
-wheel_cuda := OFF
-wheel_build = build/wheel-$(ARCH)
+wheel_cuda := $(if $(filter ON,$(CUDA)),ON,OFF)
+wheel_build = build/wheel-$(ARCH)-$(wheel_cuda)
+wheel_nvcc = nvcc-$(ARCH)
 arm_root = $(abspath build/aarch64-root)
 wheel_cross = -Ccmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64.cmake) \
   -Ccmake.define.TILEWISE_AARCH64_ROOT=$(arm_root) -Ccmake.define.TILEWISE_BUILD_TORCH=ON \
@@ -99,7 +100,7 @@ wheel: $(VENV)/.ready-wheel ## the package in dist/, for every Python, torch >= 
 	@rm -rf build/wheelhouse && mkdir -p build/wheelhouse dist
 	@$(if $(wheel_cross),tools/setup.sh aarch64-torch)
 	@CXX="$$(tools/setup.sh compiler)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(if $(filter ON,$(wheel_cuda)),CUDACXX="$$(tools/setup.sh nvcc)") \
+	  $(if $(filter ON,$(wheel_cuda)),CUDACXX="$$(tools/setup.sh $(wheel_nvcc))") \
 	  $(python) -m pip wheel --verbose --no-build-isolation --no-deps -Cbuild-dir=$(wheel_build) \
 	  -Ccmake.define.TILEWISE_CUDA=$(wheel_cuda) -Ccmake.define.TILEWISE_GLIBC=$(wheel_glibc) \
 	  -Ccmake.define.TILEWISE_XLA_INCLUDE="$$(tools/setup.sh xla-headers)" $(wheel_cross) \

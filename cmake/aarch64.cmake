@@ -4,6 +4,7 @@
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_CUDA_HOST_COMPILER aarch64-linux-gnu-g++) # for nvcc of `tools/setup.sh nvcc-aarch64`
 
 set(TILEWISE_AARCH64_ROOT "" CACHE PATH "Root file system of the target: libraries, GoogleTest")
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES TILEWISE_AARCH64_ROOT)

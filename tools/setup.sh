@@ -18,6 +18,8 @@
 #   tools/setup.sh aarch64-torch     adds torch to that folder (150 MB)
 #   tools/setup.sh nvcc              prints the CUDA compiler to use: CUDACXX, nvcc in PATH, or one downloaded from
 #                                   PyPI into build/nvcc (100 MB; compiling needs neither a driver nor a GPU)
+#   tools/setup.sh nvcc-aarch64      prints a CUDA compiler that also compiles for 64-bit Arm, in build/nvcc; CUDACXX does not
+#                                   matter, since a toolkit has the libraries of one architecture
 #   tools/setup.sh cuobjdump         prints the path of cuobjdump; downloads it and nvdisasm if missing
 #
 # PYTHON and CXX, if set, name the interpreter and the compiler.
@@ -211,7 +213,10 @@ find_nvcc() {
     command -v "$CUDACXX" || fail "CUDACXX=$CUDACXX does not exist"
     return
   fi
-  command -v nvcc && return
+  command -v nvcc || fetch_nvcc
+}
+
+fetch_nvcc() {
   local venv=build/nvcc root
   if [ ! -x "$venv/.ready" ]; then
     say "fetching nvcc $cuda_release from PyPI into $venv"
@@ -225,6 +230,24 @@ find_nvcc() {
     ln -sfn "$PWD/$root/bin/nvcc" "$venv/.ready"
   fi
   echo "$PWD/$(nvcc_root "$venv")/bin/nvcc"
+}
+
+# With a host compiler for Arm, nvcc and CMake look for headers, which are the same, and libraries in a folder of
+# targets/. When that exists, nvcc wants one for this machine, too.
+find_nvcc_aarch64() {
+  local nvcc targets arm=$PWD/build/nvcc/aarch64
+  nvcc=$(fetch_nvcc)
+  targets=$(dirname "$(dirname "$nvcc")")/targets
+  if [ ! -d "$targets/aarch64-linux" ]; then
+    say "fetching the CUDA runtime for 64-bit Arm from PyPI"
+    "$python" -m pip install --quiet --no-deps --target "$arm" --only-binary=:all: --platform manylinux_2_17_aarch64 \
+      "nvidia-cuda-runtime==$cuda_release.*" >&2
+    ln -sf libcudart.so.13 "$arm/nvidia/cu13/lib/libcudart.so"
+    mkdir -p "$targets/$(uname -m)-linux" "$targets/aarch64-linux"
+    ln -sfn ../../include ../../lib "$targets/$(uname -m)-linux"
+    ln -sfn ../../include "$arm/nvidia/cu13/lib" "$targets/aarch64-linux"
+  fi
+  echo "$nvcc"
 }
 
 nvcc_root() { (cd "$1" && printf '%s/%s\n' "$1" lib/python*/site-packages/nvidia/cu13); }
@@ -282,6 +305,7 @@ case ${1:-} in
   aarch64) find_aarch64_root ;;
   aarch64-torch) get_aarch64_torch ;;
   nvcc) find_nvcc ;;
+  nvcc-aarch64) find_nvcc_aarch64 ;;
   cuobjdump) find_cuobjdump ;;
-  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, ccache, clang, aarch64, aarch64-torch, nvcc, cuobjdump" ;;
+  *) fail "unknown step '${1:-}'; it must be one of: venv, build-tools, language-model, xla-headers, jax, compiler, gtest, ccache, clang, aarch64, aarch64-torch, nvcc, nvcc-aarch64, cuobjdump" ;;
 esac
