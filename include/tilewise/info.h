@@ -88,6 +88,12 @@ typedef struct tilewise_cuda_code_info {
 } tilewise_cuda_code_info;
 TILEWISE_API tilewise_status tilewise_cuda_code(int32_t index, tilewise_cuda_code_info* info);
 
+/* CUDA versions as CUDA counts them: 1000 * major + 10 * minor. A driver runs a library whose
+ * runtime is of its own major version or an older one. Either pointer may be NULL. */
+TILEWISE_API void tilewise_cuda_versions(
+    int32_t* runtime, /* the CUDA runtime in this library; 0: built without CUDA */
+    int32_t* driver); /* the newest CUDA of the driver; 0: no driver, or built without CUDA */
+
 #ifdef __cplusplus
 }
 #endif

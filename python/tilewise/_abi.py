@@ -299,6 +299,7 @@ def declare(library: ctypes.CDLL) -> None:
         "kernel": (c_int32, [c_int32, POINTER(KernelInfo)]),
         "gpu": (c_int32, [c_int32, POINTER(GpuInfo)]),
         "cuda_code": (c_int32, [c_int32, POINTER(CudaCodeInfo)]),
+        "cuda_versions": (None, [POINTER(c_int32), POINTER(c_int32)]),
         "last_index_error": (c_int32, [c_int32, POINTER(IndexFault)]),
     }
     for name, (result, arguments) in signatures.items():

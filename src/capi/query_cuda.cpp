@@ -98,3 +98,9 @@ tilewise_status tilewise_cuda_code(int32_t index, tilewise_cuda_code_info* info)
     capi::write_struct(describe_code(index), info);
   });
 }
+
+void tilewise_cuda_versions(int32_t* runtime, int32_t* driver) {
+  const cuda::CudaVersions versions = cuda::cuda_versions();
+  if (runtime != nullptr) *runtime = versions.runtime;
+  if (driver != nullptr) *driver = versions.driver;
+}

@@ -42,6 +42,13 @@ struct Gpu {
   int32_t table = 0;         // tile table forced by TILEWISE_FORCE_ARCH; 0: that of arch/limits.h
 };
 
+// 1000 * major + 10 * minor; 0 if there is none.
+struct CudaVersions {
+  int32_t runtime = 0;  // linked into this library
+  int32_t driver = 0;   // the newest that the driver supports
+};
+CudaVersions cuda_versions();
+
 // Number of GPUs. It is 0 without a driver or a GPU; then `why`, if given, receives the reason.
 int32_t gpu_count(std::string* why = nullptr);
 // Properties of GPU `index`, queried once per process. Throws Error if there is no such GPU.

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -65,12 +66,18 @@ std::string cuda_version(int number) {
 
 // A driver runs code that was built with a toolkit of the driver's major version or an older one.
 std::string why_no_gpu(cudaError_t status) {
-  int driver = 0;
-  cudaDriverGetVersion(&driver);
-  if (status != cudaErrorInsufficientDriver || driver == 0) return cudaGetErrorString(status);
-  return "this machine's driver supports CUDA up to " + cuda_version(driver) +
-         ", but this library was built with CUDA " + cuda_version(CUDART_VERSION) +
-         ": a newer driver is needed, or a build from source with an older nvcc";
+  const int32_t driver = cuda_versions().driver;
+  if (driver == 0) return "this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded";
+  if (status == cudaErrorInsufficientDriver) {
+    return "this machine's driver supports CUDA up to " + cuda_version(driver) +
+           ", but this library was built with CUDA " + cuda_version(CUDART_VERSION) +
+           ": a newer driver is needed, or a build from source with an older nvcc";
+  }
+  std::string why = cudaGetErrorString(status);
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (status == cudaErrorNoDevice && visible != nullptr)
+    why += std::string(" (CUDA_VISIBLE_DEVICES is \"") + visible + "\")";
+  return why;
 }
 
 Machine describe_machine() {
@@ -218,6 +225,14 @@ void encode_tensor_map(TensorMap& map, const TensorMapShape& shape) {
               std::to_string(shape.columns) + "] with strides " +
               std::to_string(shape.stride_batch) + ", " + std::to_string(shape.stride_head) + ", " +
               std::to_string(shape.stride_row) + " (CUresult " + std::to_string(status) + ")");
+}
+
+CudaVersions cuda_versions() {
+  CudaVersions versions{.runtime = CUDART_VERSION};
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess) versions.driver = driver;
+  cudaGetLastError();
+  return versions;
 }
 
 int32_t gpu_count(std::string* why) {

@@ -40,6 +40,8 @@ Gpu describe() {
 
 }  // namespace
 
+CudaVersions cuda_versions() { return {}; }
+
 int32_t gpu_count(std::string* why) {
   if (why != nullptr) why->clear();
   return 1;

@@ -12,6 +12,8 @@ constexpr const char* kWhy = "this library was built without CUDA";
 
 }  // namespace
 
+CudaVersions cuda_versions() { return {}; }
+
 int32_t gpu_count(std::string* why) {
   if (why != nullptr) *why = kWhy;
   return 0;

@@ -233,6 +233,20 @@ TEST(Facts, VersionsAgreeWithTheHeader) {
   EXPECT_GE(tilewise_cpu_threads(), 1);
 }
 
+TEST(Facts, CudaVersionsAreThoseOfABuildWithCuda) {
+  tilewise_cuda_code_info code{};
+  code.struct_size = sizeof(code);
+  int32_t runtime = -1, driver = -1;
+  tilewise_cuda_versions(&runtime, &driver);
+  tilewise_cuda_versions(nullptr, nullptr);
+  if (tilewise_cuda_code(0, &code) == TILEWISE_OK)
+    EXPECT_GE(runtime, 12010);
+  else
+    EXPECT_EQ(runtime, 0);
+  EXPECT_GE(driver, 0);
+  EXPECT_TRUE(driver == 0 || runtime > 0);
+}
+
 struct IsaRow {
   std::string name;
   bool available;

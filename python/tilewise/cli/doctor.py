@@ -110,6 +110,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
             "gpus": gpus,
             "no_gpu": no_gpu,
         },
+        "cuda": gpu.cuda_versions(),
         "cuda_code": cuda_code(),
         "library": system.library_path(),
         "versions": system.versions(),
@@ -223,12 +224,30 @@ def gpu_lines(facts: dict[str, Any]) -> list[str]:
             for name, key in (("tensor cores", "tensor_cores"), ("fp32 units", "plain_cores"))
         ]
         lines.append(f"{'':18}{tiles}; kernels for {', for '.join(code)}")
+        if not device["tensor_cores"] and not device["plain_cores"]:
+            known = sorted({row["sm"] for row in facts["cuda_code"]})
+            lines.append(
+                f"{'':18}NOT USED: this library has no code for sm_{device['sm']}, only for "
+                f"{', '.join(f'sm_{sm}' for sm in known)}"
+            )
     if not lines:
         lines.append(f"{'GPU':18}{facts['device']['no_gpu']}")
+    lines.append(f"{'CUDA':18}{cuda_text(facts['cuda'])}")
     emulated = facts["device"]["gpus"] and not facts["cuda_code"]
     text = "for the emulator of the tests" if emulated else code_text(facts["cuda_code"])
     lines.append(f"{'CUDA code':18}{text}")
     return lines
+
+
+def cuda_text(versions: dict[str, str | None]) -> str:
+    """The versions of runtime and driver in words."""
+    if not versions["runtime"]:
+        return "no runtime in this build"
+    driver = "no driver"
+    if versions["driver"]:
+        release = f"{versions['driver_release']}, " if versions["driver_release"] else ""
+        driver = f"driver {release}up to CUDA {versions['driver']}"
+    return f"runtime {versions['runtime']}; {driver}"
 
 
 def code_text(code: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 from typing import Any
 
 from tilewise import _abi
@@ -42,6 +43,27 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
             }
         )
     return rows, "" if rows else library.tilewise_last_error().decode()
+
+
+def cuda_versions() -> dict[str, str | None]:
+    """The CUDA version of the library's runtime, the newest one of the driver, and the driver's
+    own release; None for what there is not.
+    """
+    numbers = (ctypes.c_int32(), ctypes.c_int32())
+    c_library().tilewise_cuda_versions(*(ctypes.byref(number) for number in numbers))
+    runtime, driver = (
+        f"{n.value // 1000}.{n.value % 1000 // 10}" if n.value else None for n in numbers
+    )
+    return {"runtime": runtime, "driver": driver, "driver_release": driver_release()}
+
+
+def driver_release(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The release of the loaded kernel module, such as 580.95.05; None if there is none."""
+    try:
+        found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[str, Any]:
