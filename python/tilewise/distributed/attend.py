@@ -16,7 +16,7 @@ from .keys import key_plan
 from .packed import PackedCut
 from .packed_call import InOrder
 from .problem import BOTH_RING, Cut, Problem
-from .ranks import Ranks, all_gather, exchanging
+from .ranks import Ranks, exchanging, largest_of_ranks
 from .ring import Ring
 from .transport import transport_of
 from .ulysses import Ulysses, own_bias
@@ -49,8 +49,7 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]
     )  # fmt: skip
     out, lse = result if p.request.return_lse else (result, None)
     if max_logits is not None:
-        parts = all_gather(max_logits[None], [1] * p.ranks.world, p.ranks, "max_logits")
-        max_logits = torch.cat(parts).amax(0)
+        max_logits = largest_of_ranks(max_logits, p.ranks, "max_logits")
     return out, lse, max_logits
 
 

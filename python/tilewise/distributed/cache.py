@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _torch, kvcache
 from .agreement import Description, agree
-from .ranks import Ranks, all_gather, eager, ranks_of
+from .ranks import Ranks, all_gather, eager, largest_of_ranks, ranks_of
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def attention_with_kvcache(
     cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
     sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
     check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None,
+    v_descale: Any = None, return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of queries that all ranks have to a cache of which each rank has some keys.
 
@@ -77,10 +77,11 @@ def attention_with_kvcache(
         batch_invariant: Compute each sequence as without the others.
         k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
         v_descale: The same for values.
+        return_max_logits: Whether max_logits is returned, on CPUs only.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, the same on all ranks; with return_lse also lse,
-        float32 [B, Hq, Sq].
+        float32 [B, Hq, Sq]; with return_max_logits also max_logits, float32 [B, Hq].
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -96,20 +97,23 @@ def attention_with_kvcache(
             "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
             "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),
             "softcap": str(softcap), "sinks": str(sinks is not None),
+            "return_max_logits": str(return_max_logits),
         })  # fmt: skip
 
     agree(ranks, "attention_with_kvcache", describe)
-    out, lse = kvcache.attention_with_kvcache(
+    out, lse, *max_logits = kvcache.attention_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, block_table=block_table, scale=scale, softcap=softcap,
         sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
         tf32=tf32, check=check, batch_invariant=batch_invariant, k_descale=k_descale,
-        v_descale=v_descale,
+        v_descale=v_descale, return_max_logits=return_max_logits,
     )  # fmt: skip
     if ranks.world > 1:
         merged, lse = merge_parts(*_gathered(out, lse, ranks))
         out = merged.to(out.dtype)
-    return (out, lse) if return_lse else out
+        max_logits = [largest_of_ranks(x, ranks, "max_logits") for x in max_logits]
+    results = (out, *([lse] if return_lse else []), *max_logits)
+    return results if len(results) > 1 else out
 
 
 def _gathered(out: Tensor, lse: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:

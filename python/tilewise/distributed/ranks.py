@@ -104,6 +104,11 @@ def all_gather(piece: Tensor, counts: Sequence[int], ranks: Ranks, what: str) ->
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
+def largest_of_ranks(x: Tensor, ranks: Ranks, what: str) -> Tensor:
+    """The largest of each entry over the ranks, whose tensors have one shape; a NaN stays."""
+    return torch.cat(all_gather(x[None], [1] * ranks.world, ranks, what)).amax(0)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are summed over ranks: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -14,7 +14,7 @@ if not torch.distributed.is_gloo_available():
 import tilewise.distributed as td  # noqa: E402
 import yardstick  # noqa: E402
 from bounds import check_lse, check_out  # noqa: E402
-from cases import Built, Case, flat  # noqa: E402
+from cases import Built, Case, flat, float64  # noqa: E402
 from tilewise.distributed.cache import merge_parts  # noqa: E402
 
 BASE = Case(rows=(1, 1, 1), keys=(37, 37, 37), heads_kv=2, group=3, head_dim=16, head_dim_v=8,
@@ -23,9 +23,9 @@ CASES = {
     "fp32": {},
     "bf16": {"dtype": "bf16"},
     "fp16": {"dtype": "fp16", "rows": (3, 3, 3)},
-    "softcap": {"softcap": 1.5},
+    "softcap": {"softcap": 1.5, "max_logits": True},
     "sinks": {"sinks": True},
-    "sinks_bf16": {"sinks": True, "dtype": "bf16", "keys": (3, 3, 3)},
+    "sinks_bf16": {"sinks": True, "dtype": "bf16", "keys": (3, 3, 3), "max_logits": True},
 }
 
 
@@ -49,6 +49,7 @@ def decode(group, case: Case, paged: bool):
     return td.attention_with_kvcache(
         b.q, *caches, *new, group=group, cache_seqlens=torch.full((3,), kept, dtype=torch.int32),
         block_table=table, scale=b.scale, softcap=case.softcap, sinks=b.sinks, return_lse=True,
+        return_max_logits=case.max_logits,
     )  # fmt: skip
 
 
@@ -61,10 +62,13 @@ def test_decoding(pool, world):
         yard = None if case.dtype == "fp32" else yardstick.errors(b, want)
         for paged in (False, True):
             results = pool.run(world, decode, case, paged)
-            for out, lse in results:
+            for out, lse, *max_logits in results:
                 assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
                 check_out(flat(out), want, case.dtype, yard, name)
                 check_lse(b.by_row(lse), want.lse, case.dtype, yard, name)
+                for x, y in zip(max_logits, results[0][2:], strict=True):
+                    assert torch.equal(x, y)
+                    check_lse(float64(x), want.max_logits, case.dtype, yard, name, "max_logits")
 
 
 def different(group):
