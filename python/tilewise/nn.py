@@ -73,7 +73,8 @@ class FlashAttention(torch.nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        return_max_logits: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Attention in the module's layout; see ``tilewise.attention`` for shapes and errors."""
         if _check_tensor("q", q).shape[-1] != self.head_dim:
             raise ValueError(f"q has head dimension {q.shape[-1]}, but must have {self.head_dim}")
@@ -82,6 +83,7 @@ class FlashAttention(torch.nn.Module):
             softcap=self.softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0, return_lse=return_lse,
             deterministic=self.deterministic, tf32=self.tf32, layout=self.layout,
+            return_max_logits=return_max_logits,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from bounds import check_gradients
+from bounds import check_gradients, check_lse
 from cases import Built, Case, flat, float64
 from tilewise.nn import FlashAttention, MultiheadAttention, RotaryEmbedding
 
@@ -50,6 +50,11 @@ def test_training_loop():
     grads = {"q": rows(Q.grad), "scale": float64(attn.scale.grad.view(1))}
     check_gradients(grads, want, b, None, "")
     assert [name for name, _ in attn.named_parameters()] == ["scale"]
+    with torch.no_grad():
+        attn.scale.fill_(b.scale)
+    _, lse, max_logits = attn(Q, K, V, return_lse=True, return_max_logits=True)
+    check_lse(b.by_row(lse.detach()), want.lse, "fp32", None, "")
+    check_lse(float64(max_logits), want.max_logits, "fp32", None, "", "max_logits")
 
 
 def results(attend, inputs, dout):
