@@ -17,9 +17,9 @@ inline int64_t query_tiles(const Problem& p, int64_t tile) {
 // costs speed, not correctness. With more rows than fp32 decoding takes, and few keys, the other
 // kernels are faster (32 rows: with 256 keys both take the same time, with 32 keys they take half
 // as long). With batch_invariant, the keys of other sequences must not influence the choice.
-// The decode kernels read no mask and write no max_logits.
+// The decode kernels write no max_logits.
 inline bool is_decoding(const Problem& p, Isa isa) {
-  if (p.mask != nullptr || p.max_logits != nullptr) return false;
+  if (p.max_logits != nullptr) return false;
   if (p.batch_invariant != 0 && p.cu_seqlens_q != nullptr)
     return false;  // seqlen_q counts the rows of all sequences
   const int64_t rows =

@@ -212,6 +212,7 @@ struct DecodeScratch {
   bool* huge;     // [row]: whether the row has to be computed again
   const void** rows;
   WideScratch wide_k, wide_v;
+  MaskScratch mask;
 
   TILEWISE_FN DecodeScratch(const Shape& s, const Problem& p, Arena& arena)
       : tile_k(s.tile_k),
@@ -225,7 +226,8 @@ struct DecodeScratch {
         huge(arena.take<bool>(kDecodeRows)),
         rows(arena.take<const void*>(4 * tile_k)),
         wide_k(p, s.tile_k, p.head_dim, arena),
-        wide_v(p, s.tile_k, p.head_dim_v, arena) {}
+        wide_v(p, s.tile_k, p.head_dim_v, arena),
+        mask(p, s.tile_k, 1, Size(ceil_div(key_capacity(p), s.tile_k)), arena) {}
 };
 
 // The tangent of the bias: [key][lane]; null if it has none.

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "cpu/generic/decode_dots.h"
+#include "cpu/generic/lane_mask.h"
 #include "cpu/generic/score_tile.h"
 #include "cpu/generic/softmax.h"
 
@@ -42,6 +43,7 @@ struct Decode : DecodeScratch {
   const Problem& p;
   const Sequence& s;
   Lanes lanes;  // rows of the first head
+  LaneMask row_mask;
   const Score score;
   const Dropout dropout;
   SoftmaxScaling<T> scaling;
@@ -60,6 +62,7 @@ struct Decode : DecodeScratch {
         p(*t.problem),
         s(t.sequence),
         lanes{DecodeScratch::lanes},
+        row_mask{DecodeScratch::mask},
         score(kFloat8 ? score_of(p) : score_of(p, s.batch, t.kv_head)),
         dropout(dropout_of(p)),
         scaling(SoftmaxScaling<T>::of(score, is_general(p, score))),
@@ -123,6 +126,8 @@ struct Decode : DecodeScratch {
 
   TILEWISE_FN void begin() {
     lanes.fill(p, s, task.kv_head, task.packed_rows, panel());
+    const Range rows_of_q = {lanes.row[0], lanes.row[lanes.count - 1] + 1};
+    row_mask.begin(p, s, task.kv_head, rows_of_q, task.keys, task.heads);
     const bool negate = !scaling.general && score.scale < 0.0f;
     const T* from[kMaxRows];
     lane_rows(from, lanes, lanes.count, s, p.q);
@@ -190,8 +195,16 @@ struct Decode : DecodeScratch {
     return exponent_base(m[row]);
   }
 
-  // Turns s into p and updates m, l and o.
-  TILEWISE_FN void softmax(int64_t row, int64_t lane, int64_t head, Range keys) {
+  // Reads which keys of a tile the mask shows a row, unless it is that of the lane before.
+  TILEWISE_FN void load_mask(int64_t lane, int64_t head, Range keys) const {
+    const int64_t row = lanes.row[lane];
+    if (lane == 0 || row_mask.mask.per_head() || row != lanes.row[lane - 1])
+      row_mask.load_row(head, row, keys, row_mask.bits);
+  }
+
+  // Turns s into p and updates m, l and o. `partial`: the mask may hide keys of the tile.
+  TILEWISE_FN void softmax(int64_t row, int64_t lane, int64_t head, Range keys, bool partial) {
+    if (partial) load_mask(lane, head, keys);
     float* const at = s_of(row);
     const Range seen = {lanes.begin[lane], lanes.end[lane]};
     const bool inside = seen.begin <= keys.begin && keys.end <= seen.end && keys.size() == padded;
@@ -199,6 +212,7 @@ struct Decode : DecodeScratch {
     for (int64_t i = 0; i < padded; i += W) {
       if (scaling.general || !inside)
         store(at + i, score_at(lane, head, keys.begin + i, keys.size() - i, load(at + i)));
+      if (partial) store(at + i, row_mask.sees_keys(i) ? load(at + i) : splat(kMinusInfinity));
       highest = vmax(highest, load(at + i));
     }
     const F base = scaling.base(splat(raise_maximum(row, max_lane(highest))));
@@ -232,8 +246,8 @@ struct Decode : DecodeScratch {
   }
 
   // Whether a weight of 0 times an infinity or NaN would reach a row that does not see that key.
-  TILEWISE_FN bool hides_nonfinite(Range keys) const {
-    if (lanes.panel_covers(0, keys)) return false;
+  TILEWISE_FN bool hides_nonfinite(Range keys, bool partial) const {
+    if (!partial && lanes.panel_covers(0, keys)) return false;
     for (int64_t key = 0; key < keys.size(); ++key)
       for (int64_t h = 0; h < task.heads; ++h)
         if (!row_is_finite(values_of_tile[key] + h * p.v.stride_head, p.head_dim_v)) return true;
@@ -279,18 +293,20 @@ struct Decode : DecodeScratch {
     begin();
     [[maybe_unused]] const typename Products::Session session{lanes.count};
     const Tiling tiling{s.band.keys, tile_k};
-    const Range tiles = tiling.touching(intersect(lanes.all_lanes_any(panel()), task.keys));
-    for (int64_t j = tiles.begin; j < tiles.end; ++j) {
+    const Range seen = intersect(lanes.all_lanes_any(panel()), task.keys);
+    const TileWalk walk = row_mask.walk(lanes, panel(), tiling, seen);
+    for (int64_t j = walk.first(); j < walk.end(); j = walk.after(j)) {
       const Range keys = intersect(tiling.at(j), task.keys);
+      const bool partial = walk.of(j, 0) != Coverage::full;
       count = keys.size();
       padded = round_up(count, Products::kStep);
       list(keys_of_tile, wide_k, keys, products.prefetch_distance_k, p.k, p.head_dim);
       list(values_of_tile, wide_v, keys, products.prefetch_distance_v, p.v, p.head_dim_v);
       with_rows([&](auto R) { products.template scores<R>(*this); });
       for_rows([&](int64_t row, int64_t lane, int64_t h) {
-        softmax(row, lane, head_of(lane, h), keys);
+        softmax(row, lane, head_of(lane, h), keys, partial);
       });
-      if (hides_nonfinite(keys))
+      if (hides_nonfinite(keys, partial))
         accumulate_seen();
       else
         with_rows([&](auto R) { products.template accumulate<R>(*this); });

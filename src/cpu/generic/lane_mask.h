@@ -21,12 +21,13 @@ struct LaneMask : MaskScratch {
 
   TILEWISE_FN bool on() const { return mask.mask != nullptr; }
 
-  // Reads the mask of the sequence, as far as it concerns these rows and keys.
+  // Reads the mask of the sequence, as far as it concerns these rows and keys of the query heads
+  // of one or more key/value heads.
   TILEWISE_FN void begin(const Problem& p, const Sequence& s, int64_t kv_head, Range rows,
-                         Range keys) {
+                         Range keys, int64_t kv_heads = 1) {
     if (p.mask == nullptr) return;
     mask = Mask::of(p.mask, s.batch).narrowed(rows, keys, ranges);
-    heads = query_heads(p, kv_head);
+    heads = {query_heads(p, kv_head).begin, query_heads(p, kv_head + kv_heads - 1).end};
   }
 
   TILEWISE_FN Coverage of_panel(const Lanes& lanes, int64_t index, int64_t panel,
@@ -58,15 +59,26 @@ struct LaneMask : MaskScratch {
       const bool repeats = i > 0 && lanes.row[lane] == lanes.row[lane - 1] &&
                            (!mask.per_head() || lanes.head[lane] == lanes.head[lane - 1]);
       uint32_t* const to = bits + at + i;
-      for (int64_t w = 0; w < words; ++w) to[w * ld] = repeats ? to[w * ld - 1] : 0;
-      if (!repeats) mask.add_bits(lanes.head[lane], lanes.row[lane], MaskBits{to, ld, keys});
+      if (!repeats) load_row(lanes.head[lane], lanes.row[lane], keys, to);
+      for (int64_t w = 0; repeats && w < words; ++w) to[w * ld] = to[w * ld - 1];
     }
+  }
+  // Reads those of one row of one head into a lane.
+  TILEWISE_FN void load_row(int64_t head, int64_t row, Range keys, uint32_t* lane) const {
+    for (int64_t w = 0; w < ceil_div(keys.size(), kMaskWord); ++w) lane[w * ld] = 0;
+    mask.add_bits(head, row, MaskBits{lane, ld, keys});
   }
 
   // Whether W lanes of `bits` from `lane` on see a key of the tile.
   TILEWISE_FN I sees(int64_t key, int64_t lane) const {
     const U word = load_as<U>(bits + key / kMaskWord * ld + lane);
     return (word & (1u << (key % kMaskWord))) != 0u;
+  }
+
+  // Whether the first lane of `bits` sees W keys of the tile from `key` on, a multiple of W.
+  TILEWISE_FN I sees_keys(int64_t key) const {
+    const U word = U{} + (bits[key / kMaskWord * ld] >> (key % kMaskWord));
+    return (word >> reinterpret_cast<U>(lane_numbers()) & 1u) != 0u;
   }
 
   // Removes what these lanes do not see from scores [key][lane] of a strip of the tile.
