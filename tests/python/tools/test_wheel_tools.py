@@ -137,6 +137,19 @@ def test_code_of_another_machine_or_for_newer_systems_is_refused(compiler, tmp_p
     assert list(check_wheel.faults(wheel(tmp_path, **libraries), "2.28")) == []
 
 
+def test_wheel_is_unpacked_for_another_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_LIBRARY_DIR", "/elsewhere")
+    path = wheel(tmp_path, **{"tilewise/data": b"x"})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").touch()
+    words, variables = check_wheel.unpack(path, tmp_path / "folder", "qemu -L '/a root' python3")
+    assert words == ["qemu", "-L", "/a root", "python3"]
+    assert (tmp_path / "folder/tilewise/data").read_bytes() == b"x"
+    assert not (tmp_path / "folder/old").exists()
+    assert variables["PYTHONPATH"] == str(tmp_path / "folder")
+    assert "TILEWISE_LIBRARY_DIR" not in variables and variables["PATH"]
+
+
 def test_python_c_api_is_refused(compiler, tmp_path):
     code = 'extern "C" { extern int PyGILState_Ensure(), _Py_Dealloc(); void f_PyX(); }'
     code += "int x = PyGILState_Ensure() + _Py_Dealloc() + (f_PyX(), 0);"
