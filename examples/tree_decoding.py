@@ -133,7 +133,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=6, help="guesses in a row")
     parser.add_argument("--width", type=int, default=2, help="guesses for one place")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and the prompt")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, least, most in (("tokens", 1, None), ("rows", 1, 64), ("depth", 0, None),
+                              ("width", 0, None)):  # fmt: skip
+        value = getattr(options, name)
+        if value < least or (most is not None and value > most):
+            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+            parser.error(f"--{name} is {value}, but must be {allowed}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -323,7 +323,8 @@ def _mask_text(mask: Any, a: Any) -> str:
     full, partial = int((grid == FULL).sum()), int((grid == PARTIAL).sum())
     skipped = grid.size - full - partial
     return (
-        f"{grid.size} tiles of 128 x 128 {whose}: {skipped} skipped, {full} full, {partial} partial"
+        f"{grid.size} tile{'' if grid.size == 1 else 's'} of 128 x 128 {whose}: {skipped} skipped, "
+        f"{full} full, {partial} partial"
     )
 
 

@@ -153,10 +153,12 @@ class _Arrays(NamedTuple):
         if not isinstance(mask, masks.Tree):
             lengths = None if rows is None else (rows, capacity)
             return _numpy._mask(mask, self.batch, self.q.shape[-2], lengths), mask.numbers()
-        _mask_tree.check(mask, self.batch, rows)
+        counts = None if starts is None else np.diff(starts)
+        longest = rows if counts is None else int(counts.max(initial=0))
+        _mask_tree.check(mask, self.batch, longest, counts is not None)
         used = self.arrays.get("seqused_k", np.full(self.batch, capacity))
         older = used - self.arrays.get("leftpad_k", 0)
-        older = older - (self.q.shape[1] if starts is None else np.diff(starts))
+        older = older - (self.q.shape[1] if counts is None else counts)
         bits = _numpy.as_array("the array of mask", mask.bits)
         arrays, numbers = _mask_tree.as_blocks(np, bits, older, capacity)
         return dict(zip(_MASK_ARRAYS, arrays, strict=True)), numbers

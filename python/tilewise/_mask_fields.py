@@ -57,7 +57,7 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
             whole = (given == given.astype(np.int32)).all()
         if not whole:
             raise TypeError(f"{name} has numbers that int32 cannot represent")
-        array = np.ascontiguousarray(given, dtype=np.int32)
+        array = np.asarray(given, dtype=np.int32, order="C")
         if array.size == 0 and len(dims) > 1:
             array = array.reshape([0 if dim is None else dim for dim in dims])
     shape = tuple(array.shape)

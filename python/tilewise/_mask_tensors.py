@@ -41,7 +41,12 @@ def with_mask_of_cache(
 
     from . import _mask_tree
 
-    _mask_tree.check(mask, batch, q.shape[1] if starts is None else None)
+    eager = _plain.is_eager()
+    rows = q.shape[1] if starts is None else starts.diff()
+    longest: Any = rows
+    if starts is not None:
+        longest = int(rows.max()) if eager and batch > 0 else None
+    _mask_tree.check(mask, batch, longest, starts is not None)
     (bits,) = _tensors(mask, q)
     used = options.seqused_k
     older = q.new_full((batch,), capacity, dtype=torch.int32) if used is None else used
@@ -49,8 +54,8 @@ def with_mask_of_cache(
         older = older + (new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff())
     if options.leftpad_k is not None:
         older = older - options.leftpad_k
-    older = older - (q.shape[1] if starts is None else starts.diff())
-    if not _plain.is_eager():
+    older = older - rows
+    if not eager:
         return _with_arrays(options, *_mask_tree.as_blocks(torch, bits, older, capacity))
     # In the memory of tensors, and in half the time: an operation of NumPy costs less to call.
     arrays, sizes = _mask_tree.as_blocks(np, bits.numpy(), older.numpy(), capacity)

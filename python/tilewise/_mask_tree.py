@@ -148,10 +148,12 @@ class Tree(Mask):
 
     def __repr__(self) -> str:
         whom = "every sequence" if self.batch == 1 else f"{self.batch} sequences"
-        text = f"{self.rows} row" + ("" if self.rows == 1 else "s")
+        one = self.rows == 1
+        text = "1 row" if one else f"{self.rows} rows"
         if not is_tensor(self.bits) or self.bits.device.type == "cpu":
             seen = self.to_bool().sum(axis=-1)
-            text += f" that see {seen.min()} to {seen.max()} of the last {self.rows} keys"
+            last = "key" if one else f"{self.rows} keys"
+            text += f" that see{'s' * one} {seen.min()} to {seen.max()} of the last {last}"
         return f"Tree({text}; for {whom})"
 
 
@@ -175,8 +177,10 @@ def _int64(bits: Any) -> Array:
         if bits.dtype not in (np.int64, np.uint64):
             raise TypeError(f"bits has dtype {bits.dtype}, but must be int64 or uint64")
         return np.ascontiguousarray(bits).view(np.int64)
-    try:
-        return np.array(bits, np.uint64).view(np.int64)
+    try:  # of objects, because NumPy would round numbers that are not integers
+        array = np.array(bits, object)
+        numbers = [number("bits", x) for x in array.flat]
+        return np.array(numbers, np.uint64).reshape(array.shape).view(np.int64)
     except (OverflowError, ValueError, TypeError):
         raise ValueError(
             "bits has something other than integers from 0 to 2^64 - 1 in rows of one length"
@@ -192,13 +196,25 @@ def refuse_rotation(mask: Any) -> None:
         )
 
 
-def check(mask: Tree, batch: int, rows: int | None) -> None:
-    """Refuses a tree that does not fit a call with a cache; packed sequences have no one number of
-    rows.
+def check(mask: Tree, batch: int, rows: int | None, packed: bool) -> None:
+    """Refuses a tree that does not fit a call with a cache.
+
+    Args:
+        mask: The tree.
+        batch: Sequences of the call.
+        rows: Rows of each sequence, or of the longest of packed ones; None: not known here.
+        packed: Whether sequences may have fewer rows than the tree.
     """
     if mask.batch not in (1, batch):
         raise ValueError(f"mask has batch {mask.batch}, but must have 1 or {batch} like q")
-    if rows not in (None, mask.rows):
+    if rows is None:
+        return
+    if packed and rows > mask.rows:
+        raise ValueError(
+            f"mask is a tree of {mask.rows} rows, but must have at least {rows} like the longest "
+            "sequence of cu_seqlens_q"
+        )
+    if not packed and rows != mask.rows:
         raise ValueError(f"mask is a tree of {mask.rows} rows, but q has {rows}")
 
 

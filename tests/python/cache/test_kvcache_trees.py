@@ -138,6 +138,7 @@ def test_a_tree_is_an_immutable_value() -> None:
     tree = masks.Tree.from_parents(PARENTS)
     assert np.array_equal(tree.to_bool()[0, 0], ANCESTORS)
     assert repr(tree) == "Tree(6 rows that see 1 to 3 of the last 6 keys; for every sequence)"
+    assert "1 row that sees 1 to 1 of the last key;" in repr(masks.Tree([1]))
     assert tree.density() == ANCESTORS.mean()
     assert tree.density(seqlen_k=9) == (ANCESTORS.sum() + 18) / 54
     assert tree.tiles(seqlen_k=300).tolist() == [[[[2, 2, 1]]]]
@@ -183,12 +184,16 @@ SIZES = "with 1 to 64 rows"
         (lambda: masks.Tree([1] * 65), ValueError, rf"bits has shape \[65\], but .*{SIZES}"),
         (lambda: masks.Tree(3), ValueError, rf"bits has shape \[\], but .*{SIZES}"),
         (lambda: masks.Tree([-1]), ValueError, "bits has something other than integers from 0"),
+        (lambda: masks.Tree([np.int64(-1)]), ValueError, "bits has something other than integers"),
+        (lambda: masks.Tree([1.5]), ValueError, "bits has something other than integers from 0"),
+        (lambda: masks.Tree(["1"]), ValueError, "bits has something other than integers from 0"),
         (lambda: masks.Tree([[1], [1, 2]]), ValueError, "in rows of one length"),
         (lambda: masks.Tree(np.ones(3, np.int32)), TypeError, "bits has dtype int32, but must"),
         (lambda: masks.Tree(torch.ones(3)), TypeError, "bits has dtype torch.float32, but must"),
         (lambda: masks.Tree.from_parents([0]), ValueError, "the parent of row 0 of sequence 0 is"),
         (lambda: masks.Tree.from_parents([[-1, -2]]), ValueError, "is -2, but must be -1 or a row"),
         (lambda: masks.Tree.from_parents([[-1], [-1, 0]]), ValueError, "parents has rows of"),
+        (lambda: masks.Tree.from_parents(5), ValueError, rf"parents has shape \[\],.*{SIZES}"),
         (lambda: masks.Tree.from_parents(torch.zeros(2)), TypeError, "parents has dtype"),
         (lambda: TREE & masks.Ranges.causal(6), TypeError, "right side of & is a Ranges, but a"),
         (lambda: masks.Ranges.causal(6) | TREE, TypeError, r"right side of \| is a Tree, but a"),
@@ -206,16 +211,21 @@ def test_calls_that_a_tree_does_not_fit_write_nothing() -> None:
     for array in (lambda x: x, torch.from_numpy):
         q, k, cache = (np.ones((2, n, 2, 8), np.float32) for n in (6, 6, 32))
         tables = array(np.zeros((40, 4), np.float32))
+        packed = dict(q=array(q.reshape(12, 2, 8)), cu_seqlens_q=array(np.array([0, 5, 12])))
         for change, sentence in (
             (dict(mask=masks.Tree([1])), "mask is a tree of 1 rows, but q has 6"),
+            (packed, "mask is a tree of 6 rows, but must have at least 7 like the longest"),
             (dict(mask=masks.Tree([[1] * 6] * 3)), "mask has batch 3, but must have 1 or 2 like q"),
             (dict(rotary_cos=tables, rotary_sin=tables), "rotary_cos is given with a Tree, but"),
             (dict(num_splits=999), "num_splits is 999"),
         ):
-            call: dict[str, Any] = dict(cache_seqlens=array(np.array([4, 9])), mask=TREE) | change
+            lengths = array(np.array([4, 9]))
+            call: dict[str, Any] = dict(q=array(q), cache_seqlens=lengths, mask=TREE) | change
             new, caches = array(2 * k), (array(cache), array(cache))
             with pytest.raises(ValueError, match=sentence):
-                tilewise.attention_with_kvcache(array(q), *caches, new, new, **call)
+                tilewise.attention_with_kvcache(
+                    k_cache=caches[0], v_cache=caches[1], k=new, v=new, **call
+                )
             assert (cache == 1).all()
         with pytest.raises(TypeError, match="mask is a Tree, but only attention_with_kvcache"):
             tilewise.attention(array(q), array(q), array(q), mask=TREE)

@@ -57,3 +57,13 @@ def test_guesses_are_what_followed_before():
     assert draft.parents == [-1, 0, 0, 1, 2]
     assert draft.depths == [0, 1, 1, 2, 2]
     assert tree_decoding.guess([7, 1, 2, 7, 3, 7], rows=3, depth=2, width=2).tokens == [7, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("rows", "65", "from 1 to 64"), ("rows", "0", "from 1 to 64"), ("width", "-1", "at least 0")],
+)
+def test_options_out_of_range_are_refused(option, value, allowed, capsys):
+    with pytest.raises(SystemExit):
+        tree_decoding.main([f"--{option}", value])
+    assert f"--{option} is {value}, but must be {allowed}" in capsys.readouterr().err
