@@ -37,7 +37,8 @@ CONTENTS = {
     "serving distributed migration packaging examples",
     "Integrations": "integrations/*",
     "Reference": "reference/python reference/c glossary",
-    "How it works": "architecture kernels-hopper kernels-mma-sync decode decisions/README",
+    "How it works": "architecture kernels-hopper kernels-blackwell kernels-mma-sync "
+    "decode decisions/README",
     "Development": "contributing tools emulator bench results/README lab/README versioning "
     "security changelog",
 }

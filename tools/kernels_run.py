@@ -32,6 +32,8 @@ from cuda_ledger import ROOT
 EMULATOR = "emulator"
 RESULTS = ROOT / "docs" / "results"
 PRESETS = ROOT / "CMakePresets.json"
+# Families whose kernels the native tests of these GPUs alone run; no GPU has run those of tcgen05.
+NATIVE: dict[str, set[str]] = {"wgmma": {"90"}, "tcgen05": set()}
 # A kernel as the ledger names it: family, kernel, table, element, D, form.
 Kernel = tuple[str, ...]
 
@@ -111,7 +113,7 @@ def of_result(result: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Ker
     sm = result["gpu"]["compute_capability"].replace(".", "")
     for family, *rest in kernels:
         table = rest[1].removeprefix("Sm")
-        unforced = "native" in passed and table == "-" and (family != "wgmma" or sm == "90")
+        unforced = "native" in passed and table == "-" and sm in NATIVE.get(family, {sm})
         if unforced or table in passed:
             yield (family, *rest)
 

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from lint_common import CXX_SUFFIXES, Finding, read_text, run_lint
 
-CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma")
+CUDA_FAMILIES = ("cuda/simt", "cuda/mma_sync", "cuda/wgmma", "cuda/tcgen05")
 _HOSTS = tuple(f"{family}/host" for family in CUDA_FAMILIES)
 # Headers of a family's folder for host code; its sources (.cpp) are host code as well.
 _HOST_HEADERS = ("family.h", "instances.h", "plan.h")

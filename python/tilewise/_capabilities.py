@@ -11,7 +11,7 @@ from ._library import c_library
 
 # A tile table holds the tile sizes for one architecture, whose sm number is its name (901: sm_90a).
 # These families have one table of their own, or none (0); all other tables belong to mma_sync.
-OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901}
+OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901, "cuda.tcgen05": 1001}
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ struct FamilyRow {
   // params.h); returns null if the registry has none. Only one family has this function.
   const KernelSet* (*recompute_kernels)(const Request& request, const Target& target) = nullptr;
 
+  // False: its results have been compared with exact ones on the emulator alone, and on no GPU. The
+  // planner takes it only where Gpu::takes_unproved.
+  bool proved = true;
+
+  constexpr bool serves_on(const Gpu& gpu) const { return proved || gpu.takes_unproved; }
   constexpr bool is_of_one_generation() const { return sm.last != SmRange::kAnyLater; }
 };
 

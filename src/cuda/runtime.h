@@ -40,6 +40,7 @@ struct Gpu {
   int32_t l2_bytes = 0;
   int32_t memory_speed = 0;  // GB/s, from clock and bus width; 0: unknown
   int32_t table = 0;         // tile table forced by TILEWISE_FORCE_ARCH; 0: that of arch/limits.h
+  bool takes_unproved = false;  // TILEWISE_UNPROVED=1: families that no GPU has proved are used
 };
 
 // 1000 * major + 10 * minor; 0 if there is none.

@@ -2,6 +2,7 @@
 
 #include "cuda/mma_sync/family.h"
 #include "cuda/simt/family.h"
+#include "cuda/tcgen05/family.h"
 #include "cuda/wgmma/family.h"
 
 namespace tilewise::dispatch {
@@ -11,6 +12,7 @@ constexpr const cuda::FamilyRow* kCudaFamilies[] = {
     &cuda::simt::kFamily,
     &cuda::mma_sync::kFamily,
     &cuda::wgmma::kFamily,
+    &cuda::tcgen05::kFamily,
 };
 
 }  // namespace

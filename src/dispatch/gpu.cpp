@@ -10,6 +10,7 @@ namespace tilewise::dispatch {
 namespace {
 
 constexpr const char* kForceVariable = "TILEWISE_FORCE_ARCH";
+constexpr const char* kUnprovedVariable = "TILEWISE_UNPROVED";
 constexpr int32_t kNoTable = -1;  // the variable does not name a table
 
 bool is_table(int32_t number) {
@@ -37,6 +38,14 @@ int32_t forced_table() {
                                                            : kNoTable;
   }();
   return forced;
+}
+
+bool takes_unproved() {
+  static const bool takes = [] {
+    const char* text = std::getenv(kUnprovedVariable);
+    return text != nullptr && std::string(text) == "1";
+  }();
+  return takes;
 }
 
 void append_list(std::string& text, const char* what, const std::set<int32_t>& sms) {
@@ -82,6 +91,7 @@ Device this_gpu(int32_t index) {
   Device device;
   device.kind = TILEWISE_CUDA;
   device.gpu = cuda::gpu(index);
+  device.gpu.takes_unproved = takes_unproved();
   const int32_t table = forced_table();
   if (table == 0) return device;
   device.gpu.table = table;

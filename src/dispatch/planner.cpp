@@ -85,7 +85,9 @@ bool can_run(const cpu::FamilyRow& family, const Device& device) {
 }
 
 bool can_run(const cuda::FamilyRow& family, const Device& device) {
-  if (device.kind != TILEWISE_CUDA || !family.sm.contains(device.gpu.sm)) return false;
+  if (device.kind != TILEWISE_CUDA || !family.sm.contains(device.gpu.sm) ||
+      !family.serves_on(device.gpu))
+    return false;
   const cuda::Registry& all = registry_of(device);
   return std::any_of(
       all.kernel_sets.begin(), all.kernel_sets.end(), [&](const cuda::KernelSet* kernel_set) {

@@ -19,7 +19,8 @@ const cuda::FamilyRow* recomputing_family(const Device& device) {
 }
 
 // The next faster family that an explanation mentions; null if there is none. A family of one
-// generation of GPUs is mentioned on these alone, and for its dtypes alone.
+// generation of GPUs is mentioned on these alone, and for its dtypes alone. One that is not proved
+// is mentioned if there is no other.
 const cuda::FamilyRow* faster_than(const cuda::FamilyRow& chosen, const Request& request,
                                    const Device& device) {
   const auto& rows = families_of(device).cuda;
@@ -30,7 +31,10 @@ const cuda::FamilyRow* faster_than(const cuda::FamilyRow& chosen, const Request&
             (sm >= row->sm.first && row->facts.dtypes.contains(request.dtypes.q)));
   };
   const auto next = std::find(rows.begin(), rows.end(), &chosen) + 1;
-  const auto found = std::find_if(next, rows.end(), mentioned);
+  auto found = std::find_if(next, rows.end(), [&](const cuda::FamilyRow* row) {
+    return row->serves_on(device.gpu) && mentioned(row);
+  });
+  if (found == rows.end()) found = std::find_if(next, rows.end(), mentioned);
   return found != rows.end() ? *found : nullptr;
 }
 
@@ -42,6 +46,9 @@ std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request
   const cuda::FamilyRow* faster = faster_than(chosen, request, device);
   if (faster == nullptr) return {};
   const FamilyFacts& facts = faster->facts;
+  if (sm >= faster->sm.first && !faster->serves_on(device.gpu))
+    return std::string(facts.name) + " is in the library, but not proved on this GPU " +
+           "(TILEWISE_UNPROVED=1 takes it all the same)";
   const std::string name = std::string(facts.name) + " would be faster, but ";
   if (sm < faster->sm.first) return name + "it needs " + facts.requires_;
   if (!facts.passes.contains(request.pass)) return name + "it has no " + pass_name(request.pass);
@@ -119,8 +126,8 @@ Decision plan_cuda(const Request& request, const Device& device) {
   const auto& rows = families_of(device).cuda;
   for (auto it = rows.rbegin(); it != rows.rend(); ++it) {
     const cuda::FamilyRow& row = **it;
-    if (!row.sm.contains(device.gpu.sm) || !row.facts.computes(request) ||
-        row.why_not(request, device.gpu))
+    if (!row.sm.contains(device.gpu.sm) || !row.serves_on(device.gpu) ||
+        !row.facts.computes(request) || row.why_not(request, device.gpu))
       continue;
     decision.cuda = row.plan(request, target);
     if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits

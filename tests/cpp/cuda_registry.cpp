@@ -4,7 +4,6 @@
 #include <set>
 #include <tuple>
 
-#include "cuda/arch/hopper.h"
 #include "cuda/arch/limits.h"
 #include "cuda/kernel_set.h"
 #include "described_cuda.h"
@@ -17,7 +16,8 @@ namespace {
 int32_t min_shared_bytes(int32_t architecture) {
   int32_t smallest = architecture == 0 ? 48 * arch::kKilobyte : INT32_MAX;
   for (const arch::Limits& row : arch::kLimits) {
-    const bool specific = architecture == arch::Sm90a::kTable && row.sm == architecture / 10;
+    const bool specific =
+        arch::is_architecture_specific(architecture) && row.sm == architecture / 10;
     if (row.table == architecture || specific) smallest = min(smallest, row.shared_bytes);
   }
   return smallest;
@@ -45,9 +45,11 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
     EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
     for (const KernelSet* set : {kernel_set, kernel_set->few_rows}) {
       if (set == nullptr) continue;
-      const bool tma = kernel_set->family == &wgmma::kFamily;
+      const bool plain_only = kernel_set->family == &tcgen05::kFamily;
+      const bool tma = kernel_set->family == &wgmma::kFamily || plain_only;
       const bool float8 = kernel_set->dtype == TILEWISE_FLOAT8_E4M3;
       for (const FormKernels* form : {&set->plain, &set->general}) {
+        if (plain_only && form == &set->general) continue;
         const bool is_decode = set->tma.tma_forward.function != nullptr;
         const bool built = !tma && !((float8 || is_decode) && form == &set->plain);
         expect_kernel(form->forward, set->has_forward() && built, max_shared);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/arch/blackwell.h"
 #include "cuda/arch/hopper.h"
 #include "cuda/arch/tables.h"
 #include "cuda/element.h"
@@ -15,6 +16,8 @@
 #include "cuda/mma_sync/instances.h"
 #include "cuda/simt/family.h"
 #include "cuda/simt/instances.h"
+#include "cuda/tcgen05/family.h"
+#include "cuda/tcgen05/instances.h"
 #include "cuda/wgmma/family.h"
 #include "cuda/wgmma/instances.h"
 #include "dispatch/device.h"
@@ -54,6 +57,7 @@ void for_each_instance(const Visit& visit) {
   };
   mma_sync::for_each_instance(visit_as(mma_sync::kFamily));
   wgmma::for_each_instance(visit_as(wgmma::kFamily));
+  tcgen05::for_each_instance(visit_as(tcgen05::kFamily));
   simt::for_each_instance(visit_as(simt::kFamily));
 }
 
@@ -78,6 +82,12 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
     few_rows.push_back(hopper(set, cuda::arch::TileSize::small));
     set = hopper(set, cuda::arch::TileSize::large);
     set.few_rows = &few_rows.back();
+    return set;
+  }
+  if (&family == &cuda::tcgen05::kFamily) {
+    const auto forward = cuda::arch::Sm100a::forward(set.head_dim);
+    set.architecture = cuda::arch::Sm100a::kTable;
+    set.forward_tile = {.rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = 1};
     return set;
   }
   const int bytes = is("E4M3") ? 1 : set.dtype == TILEWISE_FLOAT32 ? 4 : 2;
@@ -139,6 +149,7 @@ inline const cuda::Registry& every_gpu() {
   static constexpr int32_t k80[] = {80};
   static constexpr int32_t k86[] = {86};
   static constexpr int32_t k90[] = {90};
+  static constexpr int32_t k100[] = {100};
   static constexpr int32_t k90and100[] = {90, 100};
   static constexpr int32_t k120[] = {120};
   static constexpr int32_t kAny[] = {75, 80, 90, 100, 120};
@@ -149,7 +160,8 @@ inline const cuda::Registry& every_gpu() {
                                      {.architecture = 86, .sass = k86, .ptx = {}},
                                      {.architecture = 90, .sass = k90and100, .ptx = k90},
                                      {.architecture = 120, .sass = k120, .ptx = {}},
-                                     {.architecture = 901, .sass = k90, .ptx = {}}});
+                                     {.architecture = 901, .sass = k90, .ptx = {}},
+                                     {.architecture = 1001, .sass = k100, .ptx = {}}});
   return build.registry;
 }
 

@@ -97,6 +97,61 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
             "sm_75, sm_80, sm_90; tensors in the memory of the CPU are allowed");
 }
 
+// On datacenter Blackwell the planner takes tcgen05 only where unproved families are allowed.
+TEST(PlannerCuda, UnprovedFamiliesAreNamedAndLeftAlone) {
+  const Problem p = problem(TILEWISE_BFLOAT16);
+  for (int32_t sm : {100, 103}) {
+    Device device = gpu_with(sm);
+    const Decision off = plan(p, device);
+    EXPECT_STREQ(off.family->name, "cuda.mma_sync");
+    const std::string why = explain(off, p, device);
+    EXPECT_NE(why.find("cuda.tcgen05 is in the library, but not proved on this GPU "
+                       "(TILEWISE_UNPROVED=1 takes it all the same)"),
+              std::string::npos)
+        << why;
+    EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
+    device.gpu.takes_unproved = true;
+    const Decision on = plan(p, device);
+    EXPECT_STREQ(on.family->name, "cuda.tcgen05");
+    EXPECT_EQ(on.cuda.architecture, 1001);
+    EXPECT_NE(on.cuda.nan_recompute, nullptr);
+  }
+  for (int32_t sm : {80, 90, 110, 120}) {
+    Device device = gpu_with(sm);
+    device.gpu.takes_unproved = true;
+    const Decision other = plan(p, device);
+    EXPECT_STRNE(other.family->name, "cuda.tcgen05");
+    EXPECT_EQ(explain(other, p, device).find("tcgen05"), std::string::npos);
+  }
+}
+
+TEST(PlannerCuda, WhyHasTheReasonAgainstTcgen05) {
+  Device device = gpu_with(100);
+  device.gpu.takes_unproved = true;
+  const auto expect = [&](const Request& request, const char* reason) {
+    const Decision decision = plan(request, device);
+    ASSERT_NE(decision.family, nullptr);
+    EXPECT_STREQ(decision.family->name, "cuda.mma_sync");
+    const std::string why = explain(decision, request, device);
+    EXPECT_NE(why.find(reason), std::string::npos) << why;
+    EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
+  };
+  const Problem good = problem(TILEWISE_BFLOAT16);
+  const Gradients g = gradients(good);
+  expect(Request(good, g), "cuda.tcgen05 would be faster, but it has no backward");
+  expect(problem(TILEWISE_BFLOAT16, 16, 64, 2048), "needs more rows: its tiles have 256 rows");
+  expect(problem(TILEWISE_BFLOAT16, 1, 2048, 2048, 8, 192), "its largest head_dim is 128");
+  Problem softcap = good;
+  softcap.softcap = 5.0;
+  expect(softcap, "it has no softcap");
+  Problem splits = good;
+  splits.num_splits = 2;
+  expect(splits, "one CTA computes all keys of a tile");
+  Problem invariant = good;
+  invariant.batch_invariant = 1;
+  expect(invariant, "batch_invariant needs one kernel for all lengths");
+}
+
 // On Hopper, problems that wgmma does not serve run on mma_sync, and `why` has the reason.
 TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   const auto expect = [](const Problem& p, const char* reason, int32_t table = 0) {

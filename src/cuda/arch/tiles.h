@@ -55,6 +55,21 @@ struct WgmmaForwardTile {
   constexpr int threads() const { return 128 * (consumer_warpgroups + 1); }
 };
 
+// Forward (tcgen05): two tiles of 128 query rows, each with four softmax warps; four correction
+// warps, and four others for loads and products. Tiles of K and V pass through one pipeline.
+struct Tcgen05ForwardTile {
+  static constexpr int kQTiles = 2;
+  static constexpr int kRows = 128;  // of a tile
+  int keys;
+  int stages;
+  int softmax_registers;
+  int correction_registers;
+  int other_registers;
+
+  constexpr int rows() const { return kQTiles * kRows; }
+  constexpr int threads() const { return 4 * 32 * (kQTiles + 2); }
+};
+
 // Backward (wgmma): when a consumer warpgroup adds the dQ of a step to the sums in global memory.
 // The fence that this needs waits for all products that are queued.
 enum class SendDq {

@@ -13,7 +13,7 @@ TILEWISE_FN constexpr uint64_t tcgen05_operand(uint64_t operand) {
   return (operand & ~Operand::kSwizzle128) | uint64_t{1} << 46 | uint64_t{2} << 61;
 }
 
-struct Tcgen05Shape {
+struct ProductShape {
   int m, n;
   bool bf16;     // both operands, else fp16
   bool trans_a;  // the operand is stored with m contiguous instead of k
@@ -21,7 +21,7 @@ struct Tcgen05Shape {
 };
 
 // The instruction descriptor of kind::f16 with fp32 sums.
-TILEWISE_FN constexpr uint32_t tcgen05_kind(const Tcgen05Shape& shape) {
+TILEWISE_FN constexpr uint32_t tcgen05_kind(const ProductShape& shape) {
   constexpr uint32_t kFloatSums = 1u << 4;
   const uint32_t type = shape.bf16 ? 1 : 0;
   return kFloatSums | type << 7 | type << 10 | (shape.trans_a ? 1u : 0u) << 15 |
