@@ -122,7 +122,8 @@ def _gathered(out: Tensor, lse: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     parts = all_gather(own.unsqueeze(0), [1] * ranks.world, ranks, "out and lse")
     whole = torch.cat(parts)
     size = lse.numel() * lse.element_size()
-    lses, outs = whole[:, :size].contiguous(), whole[:, size:].contiguous()
+    # In one dimension, because torch does not change the dtype of an empty tensor of several.
+    lses, outs = whole[:, :size].reshape(-1), whole[:, size:].reshape(-1)
     return (
         outs.view(out.dtype).view(ranks.world, *out.shape),
         lses.view(lse.dtype).view(ranks.world, *lse.shape),

@@ -71,6 +71,26 @@ def test_decoding(pool, world):
                     check_lse(float64(x), want.max_logits, case.dtype, yard, name, "max_logits")
 
 
+def decode_nothing(group):
+    """A batch without sequences, and a sequence without rows, with float32 and bfloat16."""
+    shapes = []
+    for size, dtype in (((0, 1), torch.float32), ((0, 1), torch.bfloat16), ((2, 0), torch.float32)):
+        q = torch.zeros(*size, 2, 8, dtype=dtype)
+        cache = torch.zeros(size[0], 4, 1, 8, dtype=dtype)
+        results = td.attention_with_kvcache(
+            q, cache, cache, group=group, cache_seqlens=3, return_lse=True, return_max_logits=True
+        )
+        shapes.append([tuple(x.shape) for x in results])
+        assert (results[2] == -math.inf).all()
+    return shapes
+
+
+def test_no_sequences_and_no_rows(pool):
+    want = [[(0, 1, 2, 8), (0, 2, 1), (0, 2)]] * 2 + [[(2, 0, 2, 8), (2, 2, 0), (2, 2)]]
+    for shapes in pool.run(2, decode_nothing):
+        assert shapes == want
+
+
 def different(group):
     q = torch.zeros(1, 1, 2 + torch.distributed.get_rank(group), 8)
     cache = torch.zeros(1, 4, 1, 8)
