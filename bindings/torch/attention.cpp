@@ -233,6 +233,7 @@ Options::Options(Arguments& arguments)
       mask_heads(arguments.integer()),
       mask_rows(arguments.integer()),
       mask_keys(arguments.integer()),
+      float32_out(arguments.flag()),
       heads_first(arguments.flag()) {}
 
 int64_t Problem::keys() const {
@@ -243,7 +244,7 @@ int64_t Problem::keys() const {
 Problem new_problem(const Tensor& q) {
   Problem problem;
   problem.place = place_of(q);
-  problem.torch_dtype = dtype_of(q);
+  problem.torch_dtype = problem.out_dtype = dtype_of(q);
   tilewise_attention& a = problem.attention;
   a.struct_size = sizeof(a);
   a.device =
@@ -262,6 +263,10 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   if (!float8) expect_dtype(k, "k", problem.torch_dtype, "the dtype of q, or float8_e4m3fn");
   expect_dtype(v, "v", dtype_of(k), "the dtype of k");
   a.kv_float8 = float8 ? 1 : 0;
+  if (options.float32_out) {
+    a.out_dtype = TILEWISE_OUT_FLOAT32;
+    problem.out_dtype = aoti_torch_dtype_float32();
+  }
 
   describe_lengths(q, options, problem);
   const int64_t rows_at = q.dim() - 3;

@@ -51,7 +51,7 @@ struct Options {
   bool deterministic, tf32, check, batch_invariant;
   int64_t row_offset, key_offset, batch_offset, head_offset, heads_q_total;
   int64_t mask_heads, mask_rows, mask_keys;
-  bool heads_first;
+  bool float32_out, heads_first;
 };
 
 // A problem as the C ABI describes it; the caller fills in `out` and `lse`.
@@ -59,7 +59,8 @@ struct Problem {
   tilewise_attention attention{};
   std::unique_ptr<tilewise_mask> mask;  // that attention.mask points to
   Place place;
-  int32_t torch_dtype = 0;
+  int32_t torch_dtype = 0;  // of q
+  int32_t out_dtype = 0;    // of out, as torch numbers dtypes
 
   bool varlen_q() const { return attention.cu_seqlens_q != nullptr; }
   int64_t keys() const;  // rows of dk: those of k, or the capacity of a row of the block table
@@ -116,8 +117,10 @@ struct GradientTensors {
 GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, const Options& options,
                               const Tensor& k, const Tensor& v, int64_t wanted);
 
-// Checks the device, dtype and shape of a tensor with the shape of out.
-void expect_rows(const Tensor& rows, const char* name, const Problem& problem);
+// Checks the device, dtype and shape of out or its tangent, and of a gradient of one of them, which
+// has the dtype of q.
+void expect_out(const Tensor& out, const char* name, const Problem& problem);
+void expect_dout(const Tensor& dout, const char* name, const Problem& problem);
 Tensor new_out(const Problem& problem, const Options& options);
 
 // Plan, allocate the workspace and launch, on torch's threads or on the current stream of the

@@ -30,7 +30,7 @@ struct Tangents {
 
 Problem describe(const State& state, const Options& options) {
   Problem problem = describe(state.q, state.k, state.v, options);
-  expect_rows(state.out, "out", problem);
+  expect_out(state.out, "out", problem);
   problem.attention.out = view_of(state.out, "out");
   set_lse(problem, state.lse);
   return problem;
@@ -114,10 +114,10 @@ void second(StableIValue* stack, uint64_t inputs, uint64_t) {
 
   Problem problem = describe(state, options);
   tilewise_tangents t = describe(given, state, options, problem);
-  expect_rows(out_tangent, "out_tangent", problem);
+  expect_out(out_tangent, "out_tangent", problem);
   t.out = view_of(out_tangent, "out_tangent");
   set_lse_tangent(t, problem, lse_tangent);
-  expect_rows(dout_tangent, "dout_tangent", problem);
+  expect_dout(dout_tangent, "dout_tangent", problem);
   t.dout = view_of(dout_tangent, "dout_tangent");
   const LseView dlse_view = lse_view(problem, dlse_tangent, "dlse_tangent");
   t.dlse = dlse_view.data;
@@ -127,7 +127,7 @@ void second(StableIValue* stack, uint64_t inputs, uint64_t) {
   tilewise_gradients g{};
   g.struct_size = sizeof(g);
   if (dout) {
-    expect_rows(*dout, "dout", problem);
+    expect_dout(*dout, "dout", problem);
     g.dout = view_of(*dout, "dout");
   }
   set_dlse(g, problem, dlse);

@@ -45,9 +45,19 @@ Tensor new_float(std::initializer_list<int64_t> shape, const Problem& problem, f
   return tensor;
 }
 
+// Checks the device and shape of a tensor with the shape of out.
+void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
+  const tilewise_attention& a = problem.attention;
+  expect_place(rows, name, problem.place);
+  if (problem.varlen_q())
+    expect_shape(rows, name, {a.seqlen_q, a.heads_q, a.head_dim_v});
+  else
+    expect_shape(rows, name, {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
+}
+
 void set_incoming(tilewise_gradients& g, const Problem& problem, const Tensor& dout,
                   const OptionalTensor& dlse) {
-  expect_rows(dout, "dout", problem);
+  expect_dout(dout, "dout", problem);
   g.dout = view_of(dout, "dout");
   set_dlse(g, problem, dlse);
 }
@@ -122,22 +132,22 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
   return tensors;
 }
 
-void expect_rows(const Tensor& rows, const char* name, const Problem& problem) {
-  const tilewise_attention& a = problem.attention;
-  expect_place(rows, name, problem.place);
-  expect_dtype(rows, name, problem.torch_dtype, "the dtype of q");
-  if (problem.varlen_q())
-    expect_shape(rows, name, {a.seqlen_q, a.heads_q, a.head_dim_v});
-  else
-    expect_shape(rows, name, {a.batch, a.seqlen_q, a.heads_q, a.head_dim_v});
+void expect_out(const Tensor& out, const char* name, const Problem& problem) {
+  expect_dtype(out, name, problem.out_dtype, "the dtype of q, or float32 with float32_out");
+  expect_rows(out, name, problem);
+}
+
+void expect_dout(const Tensor& dout, const char* name, const Problem& problem) {
+  expect_dtype(dout, name, problem.torch_dtype, "the dtype of q");
+  expect_rows(dout, name, problem);
 }
 
 Tensor new_out(const Problem& problem, const Options& options) {
   const tilewise_attention& a = problem.attention;
   if (problem.varlen_q())
-    return new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype, problem.place);
-  return new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.torch_dtype,
-                  problem.place, options.heads_first);
+    return new_tensor({a.seqlen_q, a.heads_q, a.head_dim_v}, problem.out_dtype, problem.place);
+  return new_rows({a.batch, a.seqlen_q, a.heads_q, a.head_dim_v}, problem.out_dtype, problem.place,
+                  options.heads_first);
 }
 
 void run_forward(Problem& problem) {
@@ -212,7 +222,7 @@ void backward(StableIValue* stack, uint64_t inputs, uint64_t) {
   const int64_t wanted = arguments.integer();
 
   Problem problem = describe(q, k, v, options);
-  expect_rows(out, "out", problem);
+  expect_out(out, "out", problem);
   problem.attention.out = view_of(out, "out");
   set_lse(problem, lse);
 

@@ -132,7 +132,8 @@ typedef struct tilewise_attention {
 
   const tilewise_mask* mask; /* in host memory, with arrays on the device; NULL: none */
 
-  int32_t out_dtype;      /* tilewise_out_dtype of out and dout */
+  int32_t out_dtype;      /* tilewise_out_dtype of out, and of the tangent of out. dout and its
+                             tangent have the dtype of q */
   int32_t reserved;       /* 0 */
   const float* q_descale; /* fp32 [B, Hkv]: q of float8_e4m3 is multiplied by it, with one factor
                              for all query heads that share a head of k and v; NULL: 1 */
@@ -156,7 +157,7 @@ typedef struct tilewise_attention {
 typedef struct tilewise_gradients {
   uint32_t struct_size;
   int32_t reserved;
-  tilewise_tensor dout; /* the incoming gradient of out, with the shape and dtype of out */
+  tilewise_tensor dout; /* the incoming gradient of out, with its shape and the dtype of q */
   tilewise_tensor dq;
   tilewise_tensor dk;
   tilewise_tensor dv;
@@ -175,8 +176,9 @@ typedef struct tilewise_gradients {
 } tilewise_gradients;
 
 /* Tangents: derivatives along one direction of the inputs (forward mode). A tangent has the shape
- * and dtype of its tensor, and strides of its own; NULL is 0 and costs no product. With x = q.k,
- * x' = q'.k + q.k', the softcap f, P = exp(s - lse) and the factors D of dropout:
+ * and dtype of its tensor (dout the dtype of q), and strides of its own; NULL is 0 and costs no
+ * product. With x = q.k, x' = q'.k + q.k', the softcap f, P = exp(s - lse) and the factors D of
+ * dropout:
  *     s'_ij   = f'(scale * x_ij) * (scale * x'_ij + scale' * x_ij) + bias'_ij
  *     lse'_i  = sum over visible j of P_ij s'_ij + exp(sink_h - lse_i) sink'_h
  *     out'_i  = sum over visible j of D_ij P_ij (v'_j + (s'_ij - lse'_i) v_j)

@@ -218,8 +218,10 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
   check_rank("k", k.rank, !o.cu_seqlens_k.empty());
   check_same("the ranks of k and v", k.rank, v.rank);
   check_same("the ranks of q and out", q.rank, out.rank);
-  for (const ConstTensor* each : {&k, &v, &out})
-    check_same("the dtypes of q and of k, v or out", int{q.dtype}, int{each->dtype});
+  for (const ConstTensor* each : {&k, &v})
+    check_same("the dtypes of q and of k or v", int{q.dtype}, int{each->dtype});
+  if (out.dtype != TILEWISE_FLOAT32)
+    check_same("the dtypes of q and out", int{q.dtype}, int{out.dtype});
   if (q.rank == 4) check_same("the batches of q and out", q.batch(), out.batch());
   if (k.rank == 4) check_same("the batches of k and v", k.batch(), v.batch());
   if (q.rank == 4 && k.rank == 4) check_same("the batches of q and k", q.batch(), k.batch());
@@ -233,9 +235,9 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
 
 }  // namespace detail
 
-// The struct of the C ABI for these tensors, on the CPU. If `lse` and `lse_low` are not empty, they
-// are contiguous: [batch, head, row], or [head, row] with cu_seqlens_q. So is `max_logits`:
-// [batch, head].
+// The struct of the C ABI for these tensors, on the CPU. out has the dtype of q or float32. If
+// `lse` and `lse_low` are not empty, they are contiguous: [batch, head, row], or [head, row] with
+// cu_seqlens_q. So is `max_logits`: [batch, head].
 inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                                    const Tensor& out, const Options& options = {},
                                    std::span<float> lse = {}, std::span<float> lse_low = {},
@@ -261,6 +263,7 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.k = k.raw();
   a.v = v.raw();
   a.out = out.raw();
+  a.out_dtype = out.dtype == q.dtype ? TILEWISE_OUT_DEFAULT : TILEWISE_OUT_FLOAT32;
 
   const int64_t lse_rows = (varlen ? 1 : a.batch) * a.heads_q * a.seqlen_q;
   detail::check_size("lse", lse.size(), lse_rows);

@@ -115,6 +115,21 @@ def numbers(request: Any) -> dict[str, Any]:
     }
 
 
+def float32_out(given: Any, dtype: Any, float32: Any) -> bool:
+    """Whether out_dtype asks for out in float32 although q has another dtype.
+
+    Args:
+        given: None, the dtype of q, or float32.
+        dtype: The dtype of q.
+        float32: float32 of the same framework.
+    """
+    if given is None or dtype == given:
+        return False
+    if float32 == given:
+        return True
+    raise TypeError(f"out_dtype is {given!r}, but must be None, {dtype} like q, or {float32}")
+
+
 def bound(name: str, value: int | None) -> int:
     """An optional upper bound of the sequence lengths; 0 stands for an unknown one."""
     if value is None:

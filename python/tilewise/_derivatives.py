@@ -138,9 +138,15 @@ def _plain_lse(lse: Tensor | None, q: Tensor) -> Tensor | None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def call_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """The operator, through as few of PyTorch's dispatch layers as possible."""
-    return _call(Backward, torch.ops.tilewise.backward, *arguments)
+def call_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The operator, through as few of PyTorch's dispatch layers as possible.
+
+    The gradient of a float32 out is rounded to the dtype of q, because it is a factor of products
+    that are computed in that dtype.
+    """
+    return _call(Backward, torch.ops.tilewise.backward, dout.to(q.dtype), dlse, q, *arguments)
 
 
 def call_jvp(state: Sequence[Tensor], tangents: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -153,11 +159,16 @@ def _call_second(
     state: Sequence[Tensor], out_tangents: Tensors, tangents: Tensors, cotangents: Tensors,
     options: Options, wanted: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``second``; state: q, k, v, out and lse. Cotangents: of out, lse and their tangents."""
+    """``second``; state: q, k, v, out and lse. Cotangents: of out, lse and their tangents, those
+    of out and its tangent rounded as in ``call_backward``.
+    """
     _check_second_order(state[1], options)
+    dout, dlse, dout_tangent, dlse_tangent = cotangents
+    rounded = (None if x is None else x.to(state[0].dtype) for x in (dout, dout_tangent))
+    dout, dout_tangent = rounded
     return _call(
         Second, torch.ops.tilewise.second, *state, *_columns(out_tangents), *_columns(tangents),
-        *_columns(cotangents), *options, wanted,
+        *_columns((dout, dlse, dout_tangent, dlse_tangent)), *options, wanted,
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ class OptionalFields(NamedTuple):
     mask_heads: int = 0
     mask_rows: int = 0
     mask_keys: int = 0
+    float32_out: bool = False
 
 
 def attention(
@@ -101,6 +102,7 @@ def attention(
     a.check = int(optional.check)
     a.batch_invariant = int(optional.batch_invariant)
     a.kv_float8 = int(optional.kv_float8)
+    a.out_dtype = _abi.OUT_FLOAT32 if optional.float32_out else _abi.OUT_DEFAULT
     set_descale(a, optional.k_descale, optional.v_descale)
     if optional.mask_first is not None:
         a.mask = ctypes.pointer(_mask(optional))

@@ -70,7 +70,7 @@ def explain(
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     mask: Any = None, return_max_logits: bool = False, cache_seqlens: Any = None,
     cache_batch_idx: Any = None, cache_leftpad: Any = None, num_splits: int = 0,
-    head_dim_v: int | None = None, indices: Any = None,
+    head_dim_v: int | None = None, indices: Any = None, out_dtype: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
@@ -93,6 +93,7 @@ def explain(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     _latent.check_one_tensor(head_dim_v, v, None, v_descale)
     if head_dim_v is not None:
@@ -348,6 +349,7 @@ def _sentence(a: Any) -> str:
         "keys and values of float8_e4m3": bool(a.kv_float8),
         "TF32 allowed": bool(a.tf32),
         "mask": bool(a.mask),
+        "out in float32": a.out_dtype == _abi.OUT_FLOAT32,
     }
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
     size = f"batch {a.batch}, {a.seqlen_q} rows x {keys} keys, {a.heads_q} heads"

@@ -295,8 +295,7 @@ def _attend(
 
 
 def _plan(problem: _numpy._Problem) -> None:
-    q = problem.q
-    out = np.empty((*q.shape[:-1], problem.v.shape[-1]), q.dtype)
+    q, out = problem.q, problem.new_out()
     lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
     _describe.set_output(problem.attention, _numpy.view(out), _numpy.view(lse))
     _describe.plan(c_library(), problem.attention, None)

@@ -269,6 +269,7 @@ def attention_with_kvcache(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
         batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     ) = given  # fmt: skip
     if head_dim_v is not None:
         v_cache = _latent.values_of(as_array("k_cache", k_cache), v_cache, head_dim_v)
@@ -277,6 +278,7 @@ def attention_with_kvcache(
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
         and not check and indices is None and mask is None and not return_max_logits
+        and out_dtype is None
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,

@@ -42,6 +42,11 @@ class _Problem(NamedTuple):
     heads_first: bool
     bias_shape: tuple[int, ...]  # as given
 
+    def new_out(self) -> Array:
+        """An empty array for out, or for its tangent."""
+        dtype = np.float32 if self.attention.out_dtype == _abi.OUT_FLOAT32 else self.q.dtype
+        return _new_rows((*self.q.shape[:-1], self.v.shape[-1]), dtype, self.heads_first)
+
 
 def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Result:
     """See ``tilewise.attention``; ``given`` has the fields of ``Request``."""
@@ -220,6 +225,7 @@ def _describe_problem(
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
+        float32_out=_check.float32_out(request.out_dtype, q.dtype, np.dtype(np.float32)),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, optional)
@@ -318,12 +324,12 @@ def _workspace(size: int) -> tuple[Array, int]:
     return memory, memory.ctypes.data + (-memory.ctypes.data) % _WORKSPACE_ALIGNMENT
 
 
-def _new_rows(like: Array, shape: tuple[int, ...], heads_first: bool) -> Array:
+def _new_rows(shape: tuple[int, ...], dtype: Any, heads_first: bool) -> Array:
     """An empty array [batch, row, head, column], stored as "bhsd" if heads_first."""
-    if not heads_first:
-        return np.empty(shape, dtype=like.dtype)
+    if not heads_first or len(shape) != 4:
+        return np.empty(shape, dtype=dtype)
     batch, rows, heads, columns = shape
-    return np.empty((batch, heads, rows, columns), dtype=like.dtype).swapaxes(1, 2)
+    return np.empty((batch, heads, rows, columns), dtype=dtype).swapaxes(1, 2)
 
 
 def _forward_results(problem: _Problem, request: Request) -> Any:
@@ -342,8 +348,7 @@ def new_max_logits(a: Any, request: Request) -> Array | None:
 
 
 def _forward(problem: _Problem) -> tuple[Array, Array]:
-    library, a, q = c_library(), problem.attention, problem.q
-    out = _new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
+    library, a, q, out = c_library(), problem.attention, problem.q, problem.new_out()
     lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=np.float32)
     _describe.set_output(a, view(out), view(lse))
     size = _describe.plan(library, a, None).workspace_bytes

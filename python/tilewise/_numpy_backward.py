@@ -42,8 +42,8 @@ def attention_backward(
     to ``attention_varlen``.
 
     Args:
-        dout: Gradient of out, in its shape and dtype.
-        out: Result of the forward.
+        dout: Gradient of out, in its shape and the dtype of q.
+        out: Result of the forward, in the dtype of q or in float32 (``out_dtype``).
         lse: Result of the forward, float32.
         dlse: Gradient of lse, in its shape, float32; None is 0.
         dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
@@ -70,9 +70,8 @@ def _lse_low(problem: _numpy._Problem, lse: Array) -> Array:
     """The rounding error of lse in float32, from a second forward, because callers have only lse.
     It is 0 where the given lse is not that of the forward.
     """
-    library, a, q = c_library(), problem.attention, problem.q
+    library, a, out = c_library(), problem.attention, problem.new_out()
     low, recomputed = np.empty_like(lse), np.empty_like(lse)
-    out = _numpy._new_rows(q, (*q.shape[:-1], problem.v.shape[-1]), problem.heads_first)
     _describe.set_output(a, _numpy.view(out), _numpy.view(recomputed))
     a.lse_low = low.ctypes.data
     size = _describe.plan(library, a, None).workspace_bytes
@@ -99,7 +98,7 @@ class GradientArrays:
         self.struct, self.problem = g, problem
         varlen_q, varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
         self.dq, self.dk, self.dv = (
-            _numpy._new_rows(x, x.shape, first) for x in (problem.q, problem.k, problem.v)
+            _numpy._new_rows(x.shape, x.dtype, first) for x in (problem.q, problem.k, problem.v)
         )
         g.dq = _describe.rows(_numpy.view(self.dq), varlen_q)
         g.dk, g.dv = (_describe.rows(_numpy.view(x), varlen_k) for x in (self.dk, self.dv))
@@ -145,11 +144,15 @@ class Differentiated:
         self.problem, self.attention, self.first = problem, a, problem.heads_first
         self.varlen_q, self.varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
         self.kept: list[Array] = []
-        self.like_out = np.broadcast_to(q[..., :1], (*q.shape[:-1], problem.v.shape[-1]))
+        shape = (*q.shape[:-1], problem.v.shape[-1])
+        self.like_dout = self.like_out = np.broadcast_to(q[..., :1], shape)
         self.like_lse = np.broadcast_to(np.float32(0), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
 
     def set_results(self, out: Any, lse: Any) -> None:
         """Stores the results of the forward in the C struct."""
+        if _numpy.as_array("out", out).dtype == np.float32:
+            self.attention.out_dtype = _abi.OUT_FLOAT32
+            self.like_out = np.broadcast_to(np.float32(0), self.like_dout.shape)
         out = _incoming("out", out, self.like_out, self.first)
         lse = np.ascontiguousarray(_incoming("lse", lse, self.like_lse, False))
         low = self.keep(_lse_low(self.problem, lse))
@@ -173,7 +176,7 @@ class Differentiated:
         """Arrays for the gradients, and the incoming gradients in their struct; None is 0."""
         results = GradientArrays(self.problem)
         if dout is not None:
-            results.struct.dout = self.rows("dout", dout, self.like_out, self.varlen_q)
+            results.struct.dout = self.rows("dout", dout, self.like_dout, self.varlen_q)
         if dlse is not None:
             results.set_dlse(self.lse("dlse", dlse))
         return results

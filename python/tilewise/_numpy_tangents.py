@@ -47,7 +47,7 @@ def attention_jvp(
 
     Args:
         tangents: Tangents of the inputs.
-        out: Result of the forward.
+        out: Result of the forward, in the dtype of q or in float32 (``out_dtype``).
         lse: Result of the forward, float32.
         dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
             seed that it had before the forward.
@@ -88,9 +88,9 @@ def attention_second(
         tangents: As in ``attention_jvp``.
         out_tangent: Result of ``attention_jvp``.
         lse_tangent: Result of ``attention_jvp``, float32.
-        dout_tangent: Gradient of out_tangent, in the shape and dtype of out.
+        dout_tangent: Gradient of out_tangent, in its shape and the dtype of q.
         dlse_tangent: Gradient of lse_tangent, in its shape, float32; None is 0.
-        dout: Gradient of out, in its shape and dtype; None is 0.
+        dout: Gradient of out, in its shape and the dtype of q; None is 0.
         dlse: Gradient of lse, in its shape, float32; None is 0.
 
     All other arguments are those of ``attention_jvp``.
@@ -163,7 +163,7 @@ class _Call(Differentiated):
         t = self.tangents
         t.out = self.rows("out_tangent", out, self.like_out, self.varlen_q)
         self.set_lse_tangent(self.lse("lse_tangent", lse))
-        t.dout = self.rows("dout_tangent", dout, self.like_out, self.varlen_q)
+        t.dout = self.rows("dout_tangent", dout, self.like_dout, self.varlen_q)
         if dlse is not None:
             view = self.lse("dlse_tangent", dlse)
             t.dlse = view.pointer
@@ -176,7 +176,7 @@ class _Call(Differentiated):
 
     def jvp(self) -> tuple[Array, Array]:
         library = c_library()
-        out = _numpy._new_rows(self.problem.q, self.like_out.shape, self.first)
+        out = self.problem.new_out()
         lse = np.empty(self.like_lse.shape, dtype=np.float32)
         self.tangents.out = _describe.rows(_numpy.view(out), self.varlen_q)
         self.set_lse_tangent(_numpy.view(lse))

@@ -55,6 +55,7 @@ class Options(NamedTuple):
     mask_heads: int = 0  # of a mask of blocks, like mask_rows and mask_keys
     mask_rows: int = 0
     mask_keys: int = 0
+    float32_out: bool = False  # out in float32, also where q is not
     heads_first: bool = False
 
 

@@ -142,7 +142,7 @@ def indexed(
                 q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
                 max_seqlen_q, max_seqlen_k, num_splits,
                 deterministic or _deterministic_mode(), tf32, False, batch_invariant,
-                0, 0, 0, 0, 0, 0, 0, 0, False,
+                0, 0, 0, 0, 0, 0, 0, 0, False, False,
             )  # fmt: skip
     except FAILURES:
         return None

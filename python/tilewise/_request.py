@@ -44,6 +44,7 @@ class Request(NamedTuple):
     v_descale: Any = None
     mask: Any = None
     return_max_logits: bool = False
+    out_dtype: Any = None
     shard: Shard = Shard()
 
     def arguments(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ _OPTIONS = (
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
     "bool check, bool batch_invariant, int row_offset, int key_offset, int batch_offset, "
     "int head_offset, int heads_q_total, int mask_heads, int mask_rows, int mask_keys, "
-    "bool heads_first"
+    "bool float32_out, bool heads_first"
 )
 # The options of the fast path of equal lengths (tilewise._plain). Here heads_first means that the
 # tensors themselves are in "bhsd" order.
@@ -112,7 +112,8 @@ def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor
 
 
 def _new_out(q: Tensor, v: Tensor, options: Options) -> Tensor:
-    return _new_rows(q, (*q.shape[:-1], v.shape[-1]), options.heads_first)
+    out = _new_rows(q, (*q.shape[:-1], v.shape[-1]), options.heads_first)
+    return out.to(torch.float32) if options.float32_out else out
 
 
 def _new_lse(q: Tensor, options: Options, leading: tuple[int, ...] = ()) -> Tensor:

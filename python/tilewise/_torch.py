@@ -26,6 +26,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     ) = given  # fmt: skip
     if (
         bias is None
@@ -40,6 +41,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
         and v_descale is None
         and mask is None
         and not return_max_logits
+        and out_dtype is None
     ):
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
@@ -74,11 +76,12 @@ def attention_varlen(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     ) = given  # fmt: skip
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
         and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
-        and mask is None and not return_max_logits
+        and mask is None and not return_max_logits and out_dtype is None
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
@@ -239,6 +242,7 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
+        float32_out=_check.float32_out(request.out_dtype, q.dtype, torch.float32),
         **numbers,
     )
 

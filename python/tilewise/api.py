@@ -15,7 +15,7 @@ def attention(
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, layout: str = "bshd",
+    return_max_logits: bool = False, out_dtype: Any = None, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -58,10 +58,13 @@ def attention(
         mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
             allow, are visible. CPU only.
         return_max_logits: Return max_logits after out and lse. CPU only.
+        out_dtype: The dtype of out: that of q (None), or float32, which a CPU also writes for q of
+            float16 or bfloat16: the sums as they are, not rounded. The gradient of such an out is
+            rounded to the dtype of q in the backward, whose products take it in that dtype.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
-        out in the layout of q with head_dim_v columns, in the dtype of q; with return_lse also lse,
+        out in the layout of q with head_dim_v columns, in out_dtype; with return_lse also lse,
         float32 [batch, heads_q, seqlen_q] in either layout: the natural logarithm of the softmax's
         denominator. Both have gradients and, on a CPU, tangents and second derivatives. A row that
         sees no key has out 0 and lse -inf. With return_max_logits also max_logits, float32 [batch,
@@ -76,6 +79,7 @@ def attention(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     return attention_backend(q).attention(q, k, v, layout, options)
 
@@ -88,7 +92,7 @@ def attention_varlen(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, packed end to end.
 
@@ -141,6 +145,7 @@ def attention_varlen(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 
@@ -162,7 +167,8 @@ def merge_states(
 
     Returns:
         (out, lse) as ``attention(..., return_lse=True)`` over all keys returns them, but computed
-        from outputs that have already been rounded to their dtype. Differentiable for tensors.
+        from outputs that have already been rounded to their dtype, which out keeps: with
+        ``out_dtype`` float32 they are not rounded. Differentiable for tensors.
 
     Raises:
         TypeError: an argument is not of the kind of out_a, or its dtype is not floating-point.

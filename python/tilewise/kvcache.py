@@ -20,14 +20,14 @@ def attention_with_kvcache(
     return_lse: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     head_dim_v: int | None = None, indices: Any = None, mask: Any = None,
-    return_max_logits: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
 
     The function is for inference: it has no gradient. If an argument is refused, nothing is
-    written. causal, window, scale, softcap, alibi_slopes, sinks, return_lse and tf32 are those of
-    ``attention``; the last query is aligned with the last key. B is the batch, S the rows of a
-    sequence, T those of all sequences, H the heads and D the head dimension.
+    written. causal, window, scale, softcap, alibi_slopes, sinks, return_lse, tf32 and out_dtype are
+    those of ``attention``; the last query is aligned with the last key. B is the batch, S the rows
+    of a sequence, T those of all sequences, H the heads and D the head dimension.
 
     Args:
         q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; float32, float16 or bfloat16. It is a
@@ -94,7 +94,7 @@ def attention_with_kvcache(
         return_max_logits: Return max_logits after out and lse. CPU only.
 
     Returns:
-        out [B, Sq, Hq, Dv] in the dtype of q, or (out, lse) with lse float32 [B, Hq, Sq]; with
+        out [B, Sq, Hq, Dv] in out_dtype, or (out, lse) with lse float32 [B, Hq, Sq]; with
         cu_seqlens_q out is [T, Hq, Dv] and lse [Hq, T]. With return_max_logits also max_logits,
         float32 [B, Hq], as in ``attention``.
 
@@ -123,6 +123,7 @@ def attention_with_kvcache(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
         False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, layout, options)
     if return_lse:

@@ -35,9 +35,9 @@ constexpr const char* short_dtype(int32_t dtype) {
 }
 
 struct Dtypes {
-  int32_t q;    // of q and dq
+  int32_t q;    // of q, dq, and of dout and its tangent, which are factors of products as q is
   int32_t kv;   // of k, v, dk and dv
-  int32_t out;  // of out and dout
+  int32_t out;  // of out and its tangent
 
   // Whether keys and values are stored in fewer bits than the queries have.
   TILEWISE_FN constexpr bool converts_kv() const { return kv != q; }

@@ -35,15 +35,14 @@ inline constexpr DtypeSet kFloatDtypes =
 struct FamilyFacts {
   const char* name;       // kernel names start with it
   const char* requires_;  // the hardware that it needs
-  DtypeSet dtypes;        // of q, and of out, which no family converts
+  DtypeSet dtypes;        // of q
   PassSet passes;
   int32_t max_head_dim;  // of q and k, and of v
 
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;
-    return dtypes.contains(request.dtypes.q) && request.dtypes.out == request.dtypes.q &&
-           passes.contains(request.pass) && p.head_dim <= max_head_dim &&
-           p.head_dim_v <= max_head_dim;
+    return dtypes.contains(request.dtypes.q) && passes.contains(request.pass) &&
+           p.head_dim <= max_head_dim && p.head_dim_v <= max_head_dim;
   }
 };
 

@@ -131,6 +131,9 @@ void check_dtypes(const Problem& p, Pass pass) {
           dtype_name(p.dtype), ": float16, bfloat16 and float8_e4m3 are allowed");
   const Dtypes dtypes = dtypes_of(p);
   const bool q_is_float8 = dtypes.q == TILEWISE_FLOAT8_E4M3;
+  if (dtypes.out != dtypes.q && dtypes.out != TILEWISE_FLOAT32 && !q_is_float8)
+    refuse(TILEWISE_UNSUPPORTED, "out_dtype is ", dtype_name(dtypes.out), " with dtype ",
+           dtype_name(dtypes.q), ": the dtype of q and float32 are allowed");
   check_descale({"q_descale", p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head},
                 q_is_float8, p.batch, p.heads_kv);
   check_descale({"k_descale", p.k_descale, p.k_descale_stride_batch, p.k_descale_stride_head},

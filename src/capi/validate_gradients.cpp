@@ -68,7 +68,7 @@ Gradients validated_gradients(const tilewise_gradients* given, const Problem& p,
   check_range("gradients.reserved", g.reserved, 0, 0);
   const Dtypes dtypes = dtypes_of(p);
   const auto optional = [&](const View& view) { check_view(view, Presence::optional, contents); };
-  check_view(rows_view("dout", g.dout, p, dtypes.out, p.head_dim_v, Access::read),
+  check_view(rows_view("dout", g.dout, p, dtypes.q, p.head_dim_v, Access::read),
              pass == Pass::second ? Presence::optional : Presence::needed, contents);
   optional(rows_view("dq", g.dq, p, dtypes.q, p.head_dim, Access::write));
   optional(dkeys_view("dk", g.dk, p, p.head_dim));

@@ -56,7 +56,7 @@ Tangents validated_tangents(const tilewise_tangents* given, const Problem& p, Pa
     check_aligned("tangents.scale", t.scale, 4);
   }
   if (!second) return t;
-  needed(rows_view("tangents.dout", t.dout, p, dtypes.out, p.head_dim_v, Access::read));
+  needed(rows_view("tangents.dout", t.dout, p, dtypes.q, p.head_dim_v, Access::read));
   optional(
       lse_view("tangents.dlse", t.dlse, t.dlse_stride_batch, t.dlse_stride_head, p, Access::read));
   return t;

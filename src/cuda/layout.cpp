@@ -72,7 +72,7 @@ bool rows_are_aligned(const Request& request) {
   const auto aligned_if_given = [](const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
     return view.data == nullptr || aligned(view, shape, dtype);
   };
-  return aligned(g.dout, rows, dtypes.out) && aligned_if_given(g.dq, rows, dtypes.q) &&
+  return aligned(g.dout, rows, dtypes.q) && aligned_if_given(g.dq, rows, dtypes.q) &&
          aligned_if_given(g.dk, gradients, dtypes.kv) &&
          aligned_if_given(g.dv, gradients, dtypes.kv);
 }

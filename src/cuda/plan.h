@@ -34,6 +34,10 @@ constexpr WhyNot why_cpu_only(const Request& request) {
     return {.text =
                 "no GPU kernel writes max_logits: leave it out of the call, or pass tensors in the "
                 "memory of the CPU"};
+  if (request.dtypes.out != request.dtypes.q)
+    return {.text =
+                "no GPU kernel converts out: leave out_dtype out of the call, or pass tensors in "
+                "the memory of the CPU"};
   return {};
 }
 

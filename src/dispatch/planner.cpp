@@ -21,7 +21,7 @@ std::string explain_refusal(const Request& request, const Device& device) {
   if (device.kind == TILEWISE_CUDA) return refuse_cuda(request, device);
   return "device is CPU: no CPU kernel computes a " + request_text(request) +
          "; float32, float16 and bfloat16 up to head_dim " + std::to_string(kMaxHeadDim) +
-         ", with out in the dtype of q, are allowed";
+         " are allowed";
 }
 
 std::string explain_cpu(const Decision& decision, const Request& request, const Device& device) {

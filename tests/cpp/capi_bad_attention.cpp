@@ -417,8 +417,10 @@ TEST(Unsupported, IsReportedInOneSentence) {
   EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
   expect_message("no CPU kernel computes a forward in f8 with out in f32");
   call.a.dtype = TILEWISE_BFLOAT16;
+  call.a.out_dtype = TILEWISE_OUT_FLOAT16;
   EXPECT_EQ(call.forward(), TILEWISE_UNSUPPORTED);
-  expect_message("no CPU kernel computes a forward in bf16 with out in f32");
+  expect_message(
+      "out_dtype is float16 with dtype bfloat16: the dtype of q and float32 are allowed");
   EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
   call.a.out_dtype = TILEWISE_OUT_DEFAULT;
   call.use_float8();

@@ -287,8 +287,7 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(fp8.kernel, "");
   EXPECT_EQ(fp8.why,
             "device is CPU: no CPU kernel computes a forward in f8 with out in bf16 with head_dim "
-            "64; float32, float16 and bfloat16 up to head_dim 576, with out in the dtype of q, are "
-            "allowed");
+            "64; float32, float16 and bfloat16 up to head_dim 576 are allowed");
   const cuda::Registry nothing{};
   Device hopper;
   hopper.kind = TILEWISE_CUDA;
@@ -318,6 +317,11 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(ask(with_logits, hopper).why,
             "device is CUDA (sm_90): no GPU kernel writes max_logits: leave it out of the call, or "
             "pass tensors in the memory of the CPU");
+  Problem wide_out = problem(TILEWISE_BFLOAT16);
+  wide_out.out_dtype = TILEWISE_OUT_FLOAT32;
+  EXPECT_EQ(ask(wide_out, hopper).why,
+            "device is CUDA (sm_90): no GPU kernel converts out: leave out_dtype out of the call, "
+            "or pass tensors in the memory of the CPU");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

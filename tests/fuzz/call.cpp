@@ -168,7 +168,9 @@ void AttentionCall::read_lengths(Reader& in) {
 
 tilewise_tensor AttentionCall::rows(Reader& in, int64_t columns, Writer writer) {
   const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
-  return read_view(in, memory, {batch, a.seqlen_q, a.heads_q}, columns, element(), writer);
+  const bool wide_out = writer == Writer::forward && a.out_dtype == TILEWISE_OUT_FLOAT32;
+  const int64_t bytes = wide_out ? 4 : element();
+  return read_view(in, memory, {batch, a.seqlen_q, a.heads_q}, columns, bytes, writer);
 }
 
 tilewise_tensor AttentionCall::keys(Reader& in, int64_t columns, Writer writer) {

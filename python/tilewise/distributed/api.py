@@ -187,7 +187,8 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    known = [name for name in Request().arguments() if name != "check"]
+    foreign = ("check", "out_dtype")
+    known = [name for name in Request().arguments() if name not in foreign]
     for name in options:
         if name not in known:
             raise TypeError(f"{name} is given, but the options are {', '.join(known)}")

@@ -326,8 +326,11 @@ struct Decode : DecodeScratch {
     const int64_t i = lanes.row[lane];
     const int64_t head = head_of(lane, h);
     write_lse(p, s, i, head, sums.lse[0], sums.low[0]);
-    write(static_cast<T*>(p.out.data) + s.row_offset(p.out, i) + head * p.out.stride_head, row,
-          factor);
+    with_out_type<T>(p, [&](auto type) {
+      using Out = typename decltype(type)::type;
+      write(static_cast<Out*>(p.out.data) + s.row_offset(p.out, i) + head * p.out.stride_head, row,
+            factor);
+    });
   }
 
   template <class To>

@@ -356,25 +356,31 @@ struct Forward : ForwardScratch {
     const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
     const LogSums sums = lse_of(load(m + first), sum, scaling);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
-    float* partial[W] = {};
-    T* out[W] = {};
-    for (int i = 0; i < valid; ++i) {
-      const int64_t at = first + i;
-      if (huge[at] != of_huge) continue;
-      if (task.partial_out != nullptr) {
-        partial[i] = task.partial_out + at * p.head_dim_v;
+    // Calls address(lane, i) for each of the lanes to write, and stores them there.
+    const auto store_rows = [&](auto type, const auto& address) {
+      typename decltype(type)::type* to[W] = {};
+      for (int i = 0; i < valid; ++i)
+        if (huge[first + i] == of_huge) to[i] = address(first + i, i);
+      store_lanes(to, valid, o_lanes, S.panel, p.head_dim_v, inverse);
+    };
+    if (task.partial_out != nullptr)
+      return store_rows(std::type_identity<float>{}, [&](int64_t at, int i) {
         task.partial_lse[at] = sums.lse[i];
         task.partial_low[at] = sums.low[i];
-      } else {
-        out[i] = static_cast<T*>(p.out.data) + s.row_offset(p.out, lanes.row[at]) +
-                 lanes.head[at] * p.out.stride_head;
+        return task.partial_out + at * p.head_dim_v;
+      });
+    with_out_type<T>(p, [&](auto type) {
+      store_rows(type, [&](int64_t at, int i) {
         write_lse(p, s, lanes.row[at], lanes.head[at], sums.lse[i], sums.low[i]);
-      }
-    }
-    if (task.partial_out != nullptr)
-      store_lanes(partial, valid, o_lanes, S.panel, p.head_dim_v, inverse);
-    else
-      store_lanes(out, valid, o_lanes, S.panel, p.head_dim_v, inverse);
+        return row_of<typename decltype(type)::type>(p.out, at);
+      });
+    });
+  }
+
+  template <class Row>
+  TILEWISE_FN Row* row_of(const tilewise_tensor& view, int64_t lane) const {
+    return static_cast<Row*>(view.data) + s.row_offset(view, lanes.row[lane]) +
+           lanes.head[lane] * view.stride_head;
   }
 };
 

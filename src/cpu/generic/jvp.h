@@ -284,6 +284,16 @@ struct Jvp : JvpScratch {
 
   TILEWISE_FN void finish_lanes(int64_t first) {
     const int64_t valid = min<int64_t>(W, lanes.count - first);
+    with_out_type<T>(
+        p, [&](auto type) { store_tangents<typename decltype(type)::type>(first, valid); });
+    if (t.lse == nullptr) return;
+    for (int64_t lane = first; lane < first + valid; ++lane)
+      t.lse[lse_tangent_index(t, s, lanes.row[lane], lanes.head[lane])] =
+          reference[lane] + mean[lane];
+  }
+
+  template <class Out>
+  TILEWISE_FN void store_tangents(int64_t first, int64_t valid) {
     const float* const o_lanes = o + first / S.panel * dv.m * S.panel + first % S.panel;
     for (int64_t c = 0; c < p.head_dim_v; c += W) {
       const int64_t now = min<int64_t>(W, p.head_dim_v - c);
@@ -291,8 +301,8 @@ struct Jvp : JvpScratch {
       for (int i = 0; i < W; ++i) block[i] = i < now ? load(o_lanes + (c + i) * S.panel) : F{};
       transpose(block);
       for (int64_t i = 0; i < valid; ++i) {
-        const T* const out = row_of<const T>(p.out, first + i) + c;
-        T* const to = row_of<T>(t.out, first + i) + c;
+        const Out* const out = row_of<const Out>(p.out, first + i) + c;
+        Out* const to = row_of<Out>(t.out, first + i) + c;
         const F value = now == W ? to_fp32(out) : to_fp32_tail(out, now);
         const F tangent = block[i] - value * mean[first + i];
         if (now == W)
@@ -301,10 +311,6 @@ struct Jvp : JvpScratch {
           from_fp32_tail(to, tangent, now);
       }
     }
-    if (t.lse == nullptr) return;
-    for (int64_t lane = first; lane < first + valid; ++lane)
-      t.lse[lse_tangent_index(t, s, lanes.row[lane], lanes.head[lane])] =
-          reference[lane] + mean[lane];
   }
   template <class Row>
   TILEWISE_FN Row* row_of(const tilewise_tensor& view, int64_t lane) const {

@@ -1,6 +1,9 @@
 // The query rows of a work item as vector lanes: their rows and heads, and the keys they see.
 #pragma once
 
+#include <type_traits>
+
+#include "attention/dtypes.h"
 #include "attention/online_softmax.h"
 #include "attention/schedule.h"
 #include "cpu/generic/simd.h"
@@ -106,6 +109,16 @@ TILEWISE_FN void write_lse(const Problem& p, const Sequence& s, int64_t row, int
   const int64_t at = lse_index(p, s, row, head);
   p.lse[at] = lse;
   if (p.lse_low != nullptr) p.lse_low[at] = low;
+}
+
+// Calls body(std::type_identity<Out>{}), where Out is the type of an element of out: T, that of q,
+// unless the caller wants float32. Out is chosen at run time, where a tile is stored, so there are
+// no kernels for it.
+template <class T, class Body>
+TILEWISE_FN void with_out_type(const Problem& p, const Body& body) {
+  if constexpr (!std::is_same_v<T, float>)
+    if (dtypes_of(p).out == TILEWISE_FLOAT32) return body(std::type_identity<float>{});
+  body(std::type_identity<T>{});
 }
 
 // Writes columns[column][lane] * factor as rows: lane i goes to out[i], unless that is null.

@@ -40,22 +40,27 @@ void combine_item(const ForwardTask& t, int64_t splits, int64_t stride) {
       sum += weight;
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    T* const out = packed_row<T>(p, t.sequence, t.kv_head, packed, p.out);
-    for (int64_t c = 0; c < p.head_dim_v; c += W) {
-      const int64_t now = min<int64_t>(W, p.head_dim_v - c);
-      F total{};
-      for (int64_t split = 0; split < splits; ++split) {
-        const int64_t at = split * stride + i;
-        const float weight = t.partial_lse[at] * inverse;
-        const float* const out_part = t.partial_out + at * p.head_dim_v + c;
-        // A split that saw no key holds 0; one with NaN must stay NaN, so none is skipped.
-        total = total + (now == W ? load(out_part) : to_fp32_tail(out_part, now)) * weight;
+    const auto write_row = [&](auto* out) {
+      for (int64_t c = 0; c < p.head_dim_v; c += W) {
+        const int64_t now = min<int64_t>(W, p.head_dim_v - c);
+        F total{};
+        for (int64_t split = 0; split < splits; ++split) {
+          const int64_t at = split * stride + i;
+          const float weight = t.partial_lse[at] * inverse;
+          const float* const out_part = t.partial_out + at * p.head_dim_v + c;
+          // A split that saw no key holds 0; one with NaN must stay NaN, so none is skipped.
+          total = total + (now == W ? load(out_part) : to_fp32_tail(out_part, now)) * weight;
+        }
+        if (now == W)
+          from_fp32(out + c, total);
+        else
+          from_fp32_tail(out + c, total, now);
       }
-      if (now == W)
-        from_fp32(out + c, total);
-      else
-        from_fp32_tail(out + c, total, now);
-    }
+    };
+    with_out_type<T>(p, [&](auto type) {
+      using Out = typename decltype(type)::type;
+      write_row(packed_row<Out>(p, t.sequence, t.kv_head, packed, p.out));
+    });
     const LogSum whole =
         sum == 0.0f ? LogSum{} : LogSum::of(base.lse, __builtin_logf(sum), base.low);
     write_lse(p, t.sequence, packing.row(packed), t.kv_head * packing.group + packing.head(packed),
@@ -63,13 +68,27 @@ void combine_item(const ForwardTask& t, int64_t splits, int64_t stride) {
   }
 }
 
-template <class T>
-TILEWISE_FN float dot_rows(const T* a, const T* b, int64_t columns) {
+template <class A, class B>
+TILEWISE_FN float dot_rows(const A* a, const B* b, int64_t columns) {
   F sum{};
   int64_t i = 0;
   for (; i + W <= columns; i += W) sum = sum + to_fp32(a + i) * to_fp32(b + i);
   if (i < columns) sum = sum + to_fp32_tail(a + i, columns - i) * to_fp32_tail(b + i, columns - i);
   return sum_lanes(sum);
+}
+
+// The product of a row of out (or of its tangent) and a row of dout (or of its tangent).
+template <class T>
+TILEWISE_FN float dot_out(const RowTask& t, int64_t packed, const tilewise_tensor& out,
+                          const tilewise_tensor& dout) {
+  const Problem& p = *t.problem;
+  float product = 0.0f;
+  with_out_type<T>(p, [&](auto type) {
+    using Out = typename decltype(type)::type;
+    product = dot_rows(packed_row<const Out>(p, t.sequence, t.kv_head, packed, out),
+                       packed_row<const T>(p, t.sequence, t.kv_head, packed, dout), p.head_dim_v);
+  });
+  return product;
 }
 
 // delta = do.o - dlse. With it ds = p (dp - delta) covers both incoming gradients. A sink has p =
@@ -83,10 +102,7 @@ void delta_item(const RowTask& t) {
     const int64_t row = packing.row(packed);
     const int64_t head = t.kv_head * packing.group + packing.head(packed);
     const float delta =
-        dot_rows(packed_row<const T>(p, t.sequence, t.kv_head, packed, p.out),
-                 packed_row<const T>(p, t.sequence, t.kv_head, packed, t.incoming.dout),
-                 p.head_dim_v) -
-        t.incoming.dlse_at(t.sequence, row, head);
+        dot_out<T>(t, packed, p.out, t.incoming.dout) - t.incoming.dlse_at(t.sequence, row, head);
     t.delta[i] = delta;
     if (t.dsinks == nullptr) continue;
     const LogSum sum = log_sum_of(p, t.sequence, row, head);
@@ -108,16 +124,11 @@ void second_rows_item(const RowTask& t) {
     const int64_t packed = t.packed_rows.begin + i;
     const int64_t row = packing.row(packed);
     const int64_t head = t.kv_head * packing.group + packing.head(packed);
-    const auto row_of = [&](const tilewise_tensor& view) {
-      return packed_row<const T>(p, t.sequence, t.kv_head, packed, view);
-    };
-    const T* const dout = row_of(t.incoming.dout);
     t.delta[i] =
-        dot_rows(row_of(p.out), dout, p.head_dim_v) - t.incoming.dlse_at(t.sequence, row, head);
-    float delta =
-        dot_rows(row_of(tangents.out), dout, p.head_dim_v) - results.dlse_at(t.sequence, row, head);
-    if (results.dout.data != nullptr)
-      delta += dot_rows(row_of(p.out), row_of(results.dout), p.head_dim_v);
+        dot_out<T>(t, packed, p.out, t.incoming.dout) - t.incoming.dlse_at(t.sequence, row, head);
+    float delta = dot_out<T>(t, packed, tangents.out, t.incoming.dout) -
+                  results.dlse_at(t.sequence, row, head);
+    if (results.dout.data != nullptr) delta += dot_out<T>(t, packed, p.out, results.dout);
     t.second_delta[i] = delta;
     if (t.dsinks == nullptr) continue;
     const LogSum sum = log_sum_of(p, t.sequence, row, head);

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cases import Case, check
-from strategies import cases, latent, logits_wanted, masked, shards
+from strategies import cases, latent, logits_wanted, masked, shards, wide_out
 from tilewise import _check
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
@@ -81,3 +81,11 @@ def test_random_problems_with_max_logits(dtype, device):
     if device.name != "cpu":
         pytest.skip("no GPU kernel writes max_logits")
     problems(logits_wanted, dtype, 0, device.name, Counter(), shards=2 * SHARDS)()
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_random_problems_with_out_in_float32(dtype, device):
+    if device.name != "cpu":
+        pytest.skip("no GPU kernel converts out")
+    problems(wide_out, dtype, 0, device.name, Counter(), shards=2 * SHARDS)()

@@ -20,6 +20,7 @@ import devices
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL = range(4)
 FORWARD, BACKWARD = 0, 1
+OUT_DEFAULT, OUT_FLOAT32 = 0, 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 

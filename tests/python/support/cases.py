@@ -63,6 +63,7 @@ class Case:
     mask_ranges: tuple[tuple[mask_cases.Range, ...], ...] | None = None  # per sequence, or one
     mask_blocks: str | None = None  # dimensions of "bh" that are not shared; the blocks are random
     max_logits: bool = False
+    float32_out: bool = False  # also where q is not
     deterministic: bool = False
     tf32: bool = False
     dlse: bool = False
@@ -118,7 +119,8 @@ class Built:
         else:
             self.v = self._input("v", self._shape_k(case.head_dim_v))
         self._score_inputs()
-        self.out = self._buffer(self._shape_q(case.head_dim_v))
+        out_dtype = torch.float32 if case.float32_out else None
+        self.out = self._buffer(self._shape_q(case.head_dim_v), out_dtype)
         lead = () if case.varlen_q else (self.batch,)
         self.lse_shape = (*lead, case.heads, self.seqlen_q)
         self.lse = guarded(self.lse_shape, torch.float32, pad=self._pad(self.lse_shape))
@@ -256,6 +258,7 @@ class Built:
         a.lse_stride_batch = 0 if c.varlen_q else self.lse.view.stride(0)
         a.lse_stride_head = self.lse.view.stride(-2)
         a.max_logits = self.max_logits.pointer if c.max_logits else None
+        a.out_dtype = capi.OUT_FLOAT32 if c.float32_out else capi.OUT_DEFAULT
         for name, values in self.meta.items():
             setattr(a, name, values.data_ptr())
         if c.kv_idx:

@@ -206,3 +206,10 @@ def logits_wanted(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     """Any problem, shard or masked problem whose largest logits are wanted."""
     case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))
     return replace(case, max_logits=True)
+
+
+@st.composite
+def wide_out(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
+    """Any problem, shard or masked problem whose out is float32."""
+    case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))
+    return replace(case, float32_out=True)
