@@ -6,9 +6,9 @@ tensors that it has received.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from .._options import (
 if TYPE_CHECKING:  # masks need NumPy
     from .mask_parts import MaskPart
 
-Operator: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Options, Tensor | None], Result]"
 Gradients = list[Tensor | None]  # of q, k, v, bias, sinks and scale
 
 
@@ -94,20 +93,7 @@ class Local:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
     ) -> Result:
         """See ``Method``."""
-        return self.run(self.call, q, k, v, options, max_logits)
-
-    def partial(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
-    ) -> Result:
-        """The forward over some of the keys of the rows, with out in float32."""
-        return self.run(self.call_in_float32, q, k, v, options, max_logits)
-
-    def run(
-        self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options,
-        max_logits: Tensor | None,
-    ) -> Result:  # fmt: skip
-        """A forward by `call`, which is ``call`` or ``call_in_float32``."""
-        return call(q, k, v, self.options_of_heads(options, q), max_logits)
+        return self.call(q, k, v, self.options_of_heads(options, q), max_logits)
 
     def backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
@@ -132,17 +118,6 @@ class Local:
             torch.maximum(own, largest, out=own)
         return Result(out, lse[0], [q, k, v, out, lse])
 
-    def call_in_float32(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
-    ) -> Result:
-        """The same, of inputs converted to float32: operators write out in the dtype of q."""
-        k = _as_float32(k, options.k_descale, options.cu_seqlens_k)
-        v = _as_float32(v, options.v_descale, options.cu_seqlens_k)
-        bias = None if options.bias is None else options.bias.float()
-        return self.call(
-            q.float(), k, v, options._replace(k_descale=None, v_descale=None, bias=bias), max_logits
-        )
-
     def call_backward(
         self, state: list[Tensor], dout: Tensor, dlse: Tensor | None, options: Options, wanted: int
     ) -> Gradients:
@@ -156,16 +131,6 @@ class Local:
 
 def _as_float8(x: Tensor) -> Tensor:
     return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
-
-
-def _as_float32(x: Tensor, factors: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Keys or values [B, keys, Hkv, columns], or packed ones, times factors [B, Hkv]."""
-    wide = _as_float8(x).float()
-    if factors is None:
-        return wide
-    if starts is None:
-        return wide * factors[:, None, :, None]
-    return wide * factors.repeat_interleave(starts.diff(), 0)[:, :, None]
 
 
 def of_heads(options: Options, begin: int, end: int, key_heads: Sequence[int]) -> Options:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._options import Options
-from .core import Gradients, Local, Method, Operator, Result, diagonals, with_diagonal
+from .core import Gradients, Local, Method, Result, diagonals, with_diagonal
 from .layout import Run, Starts
 
 if TYPE_CHECKING:
@@ -153,15 +153,14 @@ class PackedCall(Local):
         """See ``Local``."""
         return lse.squeeze(0)
 
-    def run(
-        self, call: Operator, q: Tensor, k: Tensor, v: Tensor, options: Options,
-        max_logits: Tensor | None,
-    ) -> Result:  # fmt: skip
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
+    ) -> Result:
         """See ``Local``."""
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
         options = self.options_of_heads(options, q)
         parts = [
-            call(q[s.rows], k[s.keys], v[s.keys], options._replace(**s.replaced), max_logits)
+            self.call(q[s.rows], k[s.keys], v[s.keys], options._replace(**s.replaced), max_logits)
             for s in self._steps(options)
         ]
         out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)

@@ -52,8 +52,8 @@ def check_ring(method: str, q: Tensor) -> None:
     if method.endswith("ring") and q.device.type == "cuda" and q.dtype != torch.float32:
         raise TypeError(
             f"q has dtype {q.dtype} on {q.device}, but must have torch.float32 with method "
-            f"{method!r}, which merges partial outputs in float32: only on CPUs are inputs of 16 "
-            "bits converted for it"
+            f"{method!r}, which merges partial outputs in float32: only CPUs compute them from "
+            "inputs of 16 bits"
         )
 
 

@@ -5,8 +5,8 @@ is computed; in the backward the gradients of those keys go back meanwhile. A ra
 two ranks at a time, where "allgather" holds all keys of some heads. Owners send their keys
 themselves, and only to ranks whose rows see them.
 
-Partial outputs must be float32, which the operators write for float32 inputs only: inputs of 16
-bits are converted for the forward. The backward takes them as they are.
+Partial outputs are float32, so that their sum is rounded once. On a GPU the operators write such an
+output for float32 inputs only.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class Ring:
         lse = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         if options.sinks is not None:
             lse = lse.copy_(options.sinks[:, None])
-        without_sinks = options._replace(sinks=None)
+        of_part = options._replace(sinks=None, float32_out=True)
 
         def compute(step: int, x: tuple[Tensor, ...]) -> None:
             for meeting, local in self._calls(step):
                 own = slice(*meeting.rows)
                 keys, values = (y[:, slice(*meeting.keys)] for y in x)
-                part = local.partial(q[:, own], keys, values, without_sinks, max_logits)
+                part = local.forward(q[:, own], keys, values, of_part, max_logits)
                 part_lse = local.lse_pair(part.state[-1]).double().sum(0)
                 before, share, lse[..., own] = _torch._merge_weights(lse[..., own], part_lse)
                 before, share = (w.float().transpose(1, 2).unsqueeze(-1) for w in (before, share))
