@@ -71,6 +71,7 @@ def explain(
     mask: Any = None, return_max_logits: bool = False, cache_seqlens: Any = None,
     cache_batch_idx: Any = None, cache_leftpad: Any = None, num_splits: int = 0,
     head_dim_v: int | None = None, indices: Any = None, out_dtype: Any = None,
+    precise_backward: bool = False,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
@@ -93,7 +94,7 @@ def explain(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     )  # fmt: skip
     _latent.check_one_tensor(head_dim_v, v, None, v_descale)
     if head_dim_v is not None:

@@ -198,6 +198,11 @@ def _describe_problem(
     bounds: dict[str, int], heads_first: bool,
 ) -> _Problem:  # fmt: skip
     heads, head_dim = q.shape[-2:]
+    if _check.flag("precise_backward", request.precise_backward):
+        raise ValueError(
+            "precise_backward is True, but arrays have no autograd that keeps out: pass an out of "
+            "out_dtype float32 to attention_backward instead"
+        )
     numbers = _check.numbers(request)
     arrays |= _check.per_head(request, _float32, _expanded, k.dtype, (batch, heads, k.shape[-2]))
     shard = request.shard

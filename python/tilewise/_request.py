@@ -45,6 +45,7 @@ class Request(NamedTuple):
     mask: Any = None
     return_max_logits: bool = False
     out_dtype: Any = None
+    precise_backward: bool = False
     shard: Shard = Shard()
 
     def arguments(self) -> dict[str, Any]:

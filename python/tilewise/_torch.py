@@ -26,7 +26,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     ) = given  # fmt: skip
     if (
         bias is None
@@ -42,6 +42,7 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
         and mask is None
         and not return_max_logits
         and out_dtype is None
+        and not precise_backward
     ):
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
@@ -62,9 +63,19 @@ def general_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Req
 
 def _forward(prepared: Prepared, request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and, if the request asks for them, max_logits."""
+    max_logits: Tensor | None = None
     if _check.flag("return_max_logits", request.return_max_logits):
-        return _max_logits.forward(*prepared)
-    return *_ops.forward(*prepared), None
+        out, lse, max_logits = _max_logits.forward(*prepared)
+    else:
+        out, lse = _ops.forward(*prepared)
+    if request.precise_backward and not _float32_out(request, prepared[0]):
+        # Autograd keeps the float32 out, and the gradient of the rounded one is exact in float32.
+        out = out.to(prepared[0].dtype)
+    return out, lse, max_logits
+
+
+def _float32_out(request: Request, q: Tensor) -> bool:
+    return _check.float32_out(request.out_dtype, q.dtype, torch.float32)
 
 
 def attention_varlen(
@@ -76,12 +87,12 @@ def attention_varlen(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     ) = given  # fmt: skip
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
         and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
-        and mask is None and not return_max_logits and out_dtype is None
+        and mask is None and not return_max_logits and out_dtype is None and not precise_backward
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
@@ -242,9 +253,21 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
-        float32_out=_check.float32_out(request.out_dtype, q.dtype, torch.float32),
+        float32_out=_float32_out(request, q) or _is_precise(request, q),
         **numbers,
     )
+
+
+def _is_precise(request: Request, q: Tensor) -> bool:
+    """Whether the backward needs a float32 out that the forward does not write otherwise."""
+    if not _check.flag("precise_backward", request.precise_backward) or q.dtype == torch.float32:
+        return False
+    if q.is_cuda:
+        raise RuntimeError(
+            f"precise_backward is True with q of {q.dtype} on {q.device}, but no GPU kernel keeps "
+            "out in float32: only False is allowed there"
+        )
+    return True
 
 
 def with_descale(

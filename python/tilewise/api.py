@@ -15,7 +15,8 @@ def attention(
     sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, out_dtype: Any = None, layout: str = "bshd",
+    return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
+    layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
@@ -61,6 +62,9 @@ def attention(
         out_dtype: The dtype of out: that of q (None), or float32, which a CPU also writes for q of
             float16 or bfloat16: the sums as they are, not rounded. The gradient of such an out is
             rounded to the dtype of q in the backward, whose products take it in that dtype.
+        precise_backward: Keep out in float32 for the backward, 4 bytes per element, where q has 16
+            bits. Gradients of rows whose softmax is saturated then lose no digits to the rounding
+            of out (docs/numerics.md). PyTorch tensors on a CPU only.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
@@ -79,7 +83,7 @@ def attention(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     )  # fmt: skip
     return attention_backend(q).attention(q, k, v, layout, options)
 
@@ -92,7 +96,7 @@ def attention_varlen(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, out_dtype: Any = None,
+    return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, packed end to end.
 
@@ -145,7 +149,7 @@ def attention_varlen(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     )  # fmt: skip
     return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 

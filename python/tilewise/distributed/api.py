@@ -187,7 +187,7 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    foreign = ("check", "out_dtype")
+    foreign = ("check", "out_dtype", "precise_backward")
     known = [name for name in Request().arguments() if name not in foreign]
     for name in options:
         if name not in known:

@@ -1,0 +1,101 @@
+"""precise_backward: gradients of saturated rows do not lose digits to the rounding of out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import capi
+import tilewise
+from cases import Built, Case, flat
+
+# Two rows and keys with scores of the size of sqrt(96), so that one weight is close to 1: delta and
+# dp then cancel to a small part of themselves.
+SATURATED = Case(rows=(2,), keys=(2,), dtype="fp16", head_dim=96, head_dim_v=96, scale=1.0,
+                 sinks=True)  # fmt: skip
+SUBNORMAL = 2.0**-24  # distance of the smallest numbers of fp16
+
+
+@pytest.fixture(autouse=True)
+def only_cpu(device):
+    if device.name != "cpu":
+        pytest.skip("no GPU kernel keeps out in float32")
+
+
+def error(b: Built, precise: bool, **options) -> float:
+    """The error of dq and dk, relative to the largest exact one, beyond what fp16 can hold and what
+    rounding the terms of delta to fp32 costs.
+    """
+    inputs = [x.detach().clone().requires_grad_() for x in (b.q, b.k, b.v, b.sinks)]
+    q, k, v, sinks = inputs
+    out = tilewise.attention(q, k, v, scale=1.0, sinks=sinks, precise_backward=precise, **options)
+    assert out.dtype == options.get("out_dtype", b.dtype)
+    got = torch.autograd.grad(out, inputs[:2], b.dout.to(out.dtype))
+    exact = b.expected()
+    want = (exact.dq, exact.dk)
+    wrong = max(np.abs(flat(x) - y).max() for x, y in zip(got, want, strict=True))
+    terms = np.abs(flat(b.dout) * exact.out).sum(-1).max()
+    factor = max(np.abs(flat(x)).max() for x in (b.q, b.k))
+    unavoidable = SUBNORMAL + 2 * 2.0**-24 * terms * factor
+    return float((wrong - unavoidable) / max(np.abs(y).max() for y in want))
+
+
+@pytest.mark.abi
+def test_saturated_rows():
+    for target in capi.targets():
+        with capi.on(target):
+            rounded, precise, wide = np.transpose([
+                (error(b, False), error(b, True), error(b, False, out_dtype=torch.float32))
+                for b in (Built(replace(SATURATED, seed=seed)) for seed in range(40))
+            ])  # fmt: skip
+        assert (rounded > 0.1).sum() > 3, target
+        assert precise.max() < 1e-3 and np.array_equal(precise, wide), target
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{"causal": True}, {"return_max_logits": True}])
+def test_out_is_that_without_the_option(dtype, options):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 40, 4, 32, generator=generator).to(dtype) for _ in range(3))
+
+    def results(q, k, v, **more):
+        return tilewise.attention(q, k, v, return_lse=True, **options, **more)
+
+    plain, precise = results(q, k, v), results(q, k, v, precise_backward=True)
+    assert all(torch.equal(x, y) for x, y in zip(plain, precise, strict=True))
+    wide = results(q, k, v, precise_backward=True, out_dtype=torch.float32)[0]
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), plain[0])
+    starts = torch.tensor([0, 15, 40], dtype=torch.int32)
+    packed = [
+        tilewise.attention_varlen(q[0], k[0], v[0], starts, starts, precise_backward=precise)
+        for precise in (False, True)
+    ]
+    assert torch.equal(*packed)
+
+
+def test_compiled_and_of_second_order():
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, 40, 2, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)
+    ]
+
+    def loss(q, k, v):
+        return tilewise.attention(q, k, v, causal=True, precise_backward=True).square().sum()
+
+    first = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
+    compiled = torch.autograd.grad(torch.compile(loss)(*inputs), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(first, compiled, strict=True))
+    second = torch.autograd.grad(sum(x.float().square().sum() for x in first), inputs)
+    assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in second)
+
+
+def test_errors():
+    q = torch.randn(1, 4, 2, 8).half()
+    with pytest.raises(TypeError, match="precise_backward is 'yes', but must be True or False"):
+        tilewise.attention(q, q, q, precise_backward="yes")
+    with pytest.raises(ValueError, match="precise_backward is True, but arrays have no autograd"):
+        tilewise.attention(*[q.numpy()] * 3, precise_backward=True)
+    assert tilewise.explain(q, q, q, precise_backward=True).forward.kernel.endswith(".f16")
