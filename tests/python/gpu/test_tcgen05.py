@@ -130,5 +130,20 @@ def test_what_is_not_finite_reaches_only_rows_that_see_it(key, value, tensor, bl
 
 
 @pytest.mark.abi
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_rows_behind_the_keys_of_a_sequence_may_hold_anything(tensor, blackwell):
+    """The same bits as with zeros there: the kernel zeroes them and recomputes no tile."""
+    used = (130, 5)
+    b = Built(dataclasses.replace(BASE, used_k=used, window=(-1, -1)))
+    results = []
+    for filler in (0.0, np.nan):
+        for sequence, keys in enumerate(used):
+            getattr(b, tensor)[sequence, keys:] = filler
+        results.append(run(b, backward=False))
+    assert np.array_equal(results[0].out, results[1].out)
+    assert np.array_equal(results[0].lse, results[1].lse)
+
+
+@pytest.mark.abi
 def test_scores_beyond_the_range_of_exponents_are_recomputed(blackwell):
     check(dataclasses.replace(BASE, spread=4000.0, scale=1.0), backward=False)
