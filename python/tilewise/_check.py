@@ -127,7 +127,10 @@ def float32_out(given: Any, dtype: Any, float32: Any) -> bool:
         return False
     if float32 == given:
         return True
-    raise TypeError(f"out_dtype is {given!r}, but must be None, {dtype} like q, or {float32}")
+    allowed = f"None, {dtype} like q, or {float32}"
+    if float32 == dtype:
+        allowed = f"None or {dtype} like q"
+    raise TypeError(f"out_dtype is {given!r}, but must be {allowed}")
 
 
 def bound(name: str, value: int | None) -> int:

@@ -144,8 +144,8 @@ void check_dtypes(const Problem& p, Pass pass) {
   refuse(TILEWISE_UNSUPPORTED, pass_name(pass), " with ",
          q_is_float8 ? "dtype float8_e4m3: only the forward supports tensors of float8_e4m3; q, k "
                        "and v of float32, float16 or bfloat16 are allowed"
-                     : "kv_float8: only the forward supports keys and values of float8_e4m3; k and "
-                       "v in the dtype of q are allowed");
+                     : "float8_e4m3 k and v (kv_float8): only the forward supports them; k and v "
+                       "in the dtype of q are allowed");
 }
 
 // Checks the length bounds of a GPU problem without index arrays; a GPU checks the arrays itself.

@@ -425,8 +425,7 @@ TEST(Unsupported, IsReportedInOneSentence) {
   call.a.out_dtype = TILEWISE_OUT_DEFAULT;
   call.use_float8();
   EXPECT_EQ(call.backward(), TILEWISE_UNSUPPORTED);
-  expect_message(
-      "backward with kv_float8: only the forward supports keys and values of float8_e4m3");
+  expect_message("backward with float8_e4m3 k and v (kv_float8): only the forward supports them");
   EXPECT_TRUE(call.untouched());
 }
 

@@ -206,7 +206,7 @@ def test_errors_and_explanations():
     q, k, v = tensors(torch.bfloat16)
     with pytest.raises(TypeError, match=r"out_dtype is torch.float16, but must be None, torch.bf"):
         tilewise.attention(q, k, v, out_dtype=torch.float16)
-    with pytest.raises(TypeError, match="out_dtype is 'half', but must be None, float32 like q"):
+    with pytest.raises(TypeError, match="out_dtype is 'half', but must be None or float32 like q"):
         tilewise.attention(*(x.float().numpy() for x in (q, k, v)), out_dtype="half")
     plan = tilewise.explain(q, k, v, out_dtype=torch.float32)
     assert "out in float32" in str(plan) and "cpu." in plan.forward.kernel

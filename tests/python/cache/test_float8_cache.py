@@ -242,7 +242,7 @@ def test_supported_and_refused_float8_problems():
     status, kernel = plan(case, lambda a: None)
     assert status == capi.OK and kernel.endswith(".forward.bf16.f8")
     status, why = plan(case, lambda a: None, gradients=True)
-    assert status == capi.UNSUPPORTED and why.startswith("backward with kv_float8")
+    assert status == capi.UNSUPPORTED and why.startswith("backward with float8_e4m3 k and v")
     for change, words in (
         (lambda a: setattr(a, "kv_float8", 2), "kv_float8 is 2"),
         (lambda a: setattr(a, "kv_float8", 0), "k_descale is given, but k is not float8_e4m3"),
@@ -380,7 +380,7 @@ def test_attention_varlen_over_pages_and_explain():
     )
     assert float((got.float() - want).abs().max()) <= 2**-7 * float(want.abs().max())
     text = str(tilewise.explain(q, k, v, cu_seqlens_q=cu, **options))
-    assert ".forward.bf16.f8" in text and "backward with kv_float8" in text
+    assert ".forward.bf16.f8" in text and "backward with float8_e4m3 k and v" in text
 
 
 @pytest.mark.tensors
