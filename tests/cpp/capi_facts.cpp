@@ -1,5 +1,6 @@
 // Sizes of structs, the last error, the tilewise_parallel hook, and the queries about the library.
 #include <atomic>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -297,17 +298,19 @@ TEST(InstructionSets, EachAvailableOneCanBeForced) {
 }
 
 TEST(Matrix, RowsAreCompleteAndListEnds) {
-  const std::set<std::string> tensor_cores = {"cuda.mma_sync", "cuda.wgmma"};
+  const std::map<std::string, int32_t> on_gpus = {
+      {"cuda.simt", 512}, {"cuda.mma_sync", 256}, {"cuda.wgmma", 256}, {"cuda.tcgen05", 128}};
   std::set<std::string> rows;
   tilewise_kernel_info info{};
   info.struct_size = sizeof(info);
   int32_t index = 0;
   for (; tilewise_kernel(index, &info) == TILEWISE_OK; ++index) {
     EXPECT_TRUE(rows.insert(info.name + std::to_string(info.dtype)).second) << info.name;
-    const int32_t on_gpus = tensor_cores.count(info.name) == 1 ? 256 : 512;
-    EXPECT_EQ(info.max_head_dim, info.device == TILEWISE_CPU ? 576 : on_gpus) << info.name;
+    EXPECT_EQ(info.max_head_dim, info.device == TILEWISE_CPU ? 576 : on_gpus.at(info.name))
+        << info.name;
     EXPECT_NE(info.requires_[0], '\0');
-    EXPECT_TRUE(info.forward == 1 && info.backward == 1);
+    EXPECT_EQ(info.forward, 1) << info.name;
+    EXPECT_EQ(info.backward, std::string(info.name) == "cuda.tcgen05" ? 0 : 1) << info.name;
   }
   expect_message("index is " + std::to_string(index) + ": it must be 0 to " +
                  std::to_string(index - 1));
@@ -316,7 +319,7 @@ TEST(Matrix, RowsAreCompleteAndListEnds) {
 #else
   constexpr size_t kWithThreeDtypes = 7;  // five instruction sets of x86-64
 #endif
-  EXPECT_EQ(rows.size(), 3 * kWithThreeDtypes + 2);  // wgmma has no float32
+  EXPECT_EQ(rows.size(), 3 * kWithThreeDtypes + 2 * 2);  // wgmma and tcgen05 have no float32
   EXPECT_EQ(tilewise_kernel(-1, &info), TILEWISE_INVALID_ARGUMENT);
   EXPECT_EQ(tilewise_kernel(0, nullptr), TILEWISE_INVALID_ARGUMENT);
   info.struct_size = 1;
