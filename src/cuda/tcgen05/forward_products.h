@@ -14,8 +14,8 @@ class ForwardProducts {
   TILEWISE_DEVICE explicit ForwardProducts(const Shared& shared) : shared_(shared) {}
 
   // For each key tile: O0 S0' O1 S1', where ' marks the next one. The weights of a tile lie over
-  // its scores, so S' must follow O in the queue: GPUs keep this order, although the ISA does not
-  // promise it for products of different shapes.
+  // its scores, so S' must follow O in the queue. The ISA does not promise this order for products
+  // of different shapes; FlashAttention-4 relies on it as well.
   TILEWISE_DEVICE void run() {
     const int32_t tiles = shared_.work_tile().tiles.last - shared_.work_tile().tiles.first + 1;
     shared_.kv_full(state_.stage()).wait(state_.phase());
