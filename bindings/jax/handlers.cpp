@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -129,95 +131,73 @@ ffi::Error restore_problem(const Device& device, const Description& description,
   return restore(description.mask, description.mask_pointers, buffers, result.mask);
 }
 
-ffi::Error forward(const Device& device, const ffi::RemainingArgs& arguments,
-                   const ffi::RemainingRets& results, const Description& description) {
-  const Buffers buffers(arguments, results);
-  Problem problem;
-  const ffi::Error error = restore_problem(device, description, buffers, problem);
-  if (error.failure()) return error;
-  return error_of(
-      tilewise_forward(&problem.attention, buffers.workspace(), buffers.workspace_bytes()));
-}
+// A struct of a pass, besides those of the problem, as attributes.
+template <class Struct>
+struct Attributes {
+  Words words;
+  Words pointers;
+};
 
-ffi::Error backward(const Device& device, const ffi::RemainingArgs& arguments,
-                    const ffi::RemainingRets& results, const Description& description,
-                    Words gradients, Words gradients_pointers) {
+template <class... Structs>
+using Pass = tilewise_status (*)(const tilewise_attention*, const Structs*..., void*, int64_t);
+
+// Restores the structs of a pass and calls it.
+template <class... Structs>
+ffi::Error run(std::type_identity_t<Pass<Structs...>> pass, const Device& device,
+               const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
+               const Description& description, Attributes<Structs>... attributes) {
   const Buffers buffers(arguments, results);
   Problem problem;
   ffi::Error error = restore_problem(device, description, buffers, problem);
+  std::tuple<Structs...> structs{};
+  const auto restore_next = [&](const auto& from, auto& to) {
+    if (error.success()) error = restore(from.words, from.pointers, buffers, to);
+  };
+  (restore_next(attributes, std::get<Structs>(structs)), ...);
   if (error.failure()) return error;
-  tilewise_gradients g{};
-  error = restore(gradients, gradients_pointers, buffers, g);
-  if (error.failure()) return error;
-  return error_of(
-      tilewise_backward(&problem.attention, &g, buffers.workspace(), buffers.workspace_bytes()));
-}
-
-ffi::Error jvp(const Device& device, const ffi::RemainingArgs& arguments,
-               const ffi::RemainingRets& results, const Description& description, Words tangents,
-               Words tangents_pointers) {
-  const Buffers buffers(arguments, results);
-  Problem problem;
-  ffi::Error error = restore_problem(device, description, buffers, problem);
-  if (error.failure()) return error;
-  tilewise_tangents t{};
-  error = restore(tangents, tangents_pointers, buffers, t);
-  if (error.failure()) return error;
-  return error_of(
-      tilewise_jvp(&problem.attention, &t, buffers.workspace(), buffers.workspace_bytes()));
-}
-
-ffi::Error second(const Device& device, const ffi::RemainingArgs& arguments,
-                  const ffi::RemainingRets& results, const Description& description,
-                  Words gradients, Words gradients_pointers, Words tangents,
-                  Words tangents_pointers) {
-  const Buffers buffers(arguments, results);
-  Problem problem;
-  ffi::Error error = restore_problem(device, description, buffers, problem);
-  if (error.failure()) return error;
-  tilewise_gradients g{};
-  error = restore(gradients, gradients_pointers, buffers, g);
-  if (error.failure()) return error;
-  tilewise_tangents t{};
-  error = restore(tangents, tangents_pointers, buffers, t);
-  if (error.failure()) return error;
-  return error_of(
-      tilewise_second(&problem.attention, &t, &g, buffers.workspace(), buffers.workspace_bytes()));
+  return error_of(pass(&problem.attention, &std::get<Structs>(structs)..., buffers.workspace(),
+                       buffers.workspace_bytes()));
 }
 
 // --- one handler per pass and platform -----------------------------------------------------------
 
 ffi::Error forward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
                           Words attention_pointers, Words mask, Words mask_pointers) {
-  return forward(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers});
+  return run(tilewise_forward, kCpu, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers});
 }
 
 ffi::Error backward_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results,
                            Words attention, Words attention_pointers, Words mask,
                            Words mask_pointers, Words gradients, Words gradients_pointers) {
-  return backward(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
-                  gradients, gradients_pointers);
+  return run(tilewise_backward, kCpu, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_gradients>{gradients, gradients_pointers});
 }
 
 ffi::Error jvp_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
                       Words attention_pointers, Words mask, Words mask_pointers, Words tangents,
                       Words tangents_pointers) {
-  return jvp(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
-             tangents, tangents_pointers);
+  return run(tilewise_jvp, kCpu, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_tangents>{tangents, tangents_pointers});
 }
 
 ffi::Error second_on_cpu(ffi::RemainingArgs arguments, ffi::RemainingRets results, Words attention,
                          Words attention_pointers, Words mask, Words mask_pointers, Words gradients,
                          Words gradients_pointers, Words tangents, Words tangents_pointers) {
-  return second(kCpu, arguments, results, {attention, attention_pointers, mask, mask_pointers},
-                gradients, gradients_pointers, tangents, tangents_pointers);
+  return run(tilewise_second, kCpu, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_tangents>{tangents, tangents_pointers},
+             Attributes<tilewise_gradients>{gradients, gradients_pointers});
 }
 
 ffi::Error forward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
                            ffi::RemainingRets results, Words attention, Words attention_pointers,
                            Words mask, Words mask_pointers) {
   const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
-  return forward(device, arguments, results, {attention, attention_pointers, mask, mask_pointers});
+  return run(tilewise_forward, device, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers});
 }
 
 ffi::Error backward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
@@ -225,8 +205,9 @@ ffi::Error backward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs argu
                             Words mask, Words mask_pointers, Words gradients,
                             Words gradients_pointers) {
   const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
-  return backward(device, arguments, results, {attention, attention_pointers, mask, mask_pointers},
-                  gradients, gradients_pointers);
+  return run(tilewise_backward, device, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_gradients>{gradients, gradients_pointers});
 }
 
 auto bind_cpu() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets(); }

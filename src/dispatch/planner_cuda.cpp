@@ -49,7 +49,8 @@ std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request
   if (sm >= faster->sm.first && !faster->serves_on(device.gpu))
     return std::string(facts.name) + " is in the library, but not proved on this GPU " +
            "(TILEWISE_UNPROVED=1 takes it all the same)";
-  const std::string name = std::string(facts.name) + " would be faster, but ";
+  const std::string name =  // nothing is known about the speed of a family that is not proved
+      std::string(facts.name) + (faster->proved ? " would be faster, but " : " is allowed, but ");
   if (sm < faster->sm.first) return name + "it needs " + facts.requires_;
   if (!facts.passes.contains(request.pass)) return name + "it has no " + pass_name(request.pass);
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);

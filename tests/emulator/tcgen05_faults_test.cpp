@@ -54,6 +54,21 @@ void finish(int i = 0) {
   ptx::tcgen05_fence_after();
 }
 
+// Thread 0 does `next` after another thread has issued a product, and waits for it if `wait`.
+template <class Next>
+std::string fault_beside_product(bool wait, Next next) {
+  return fault_of_products([wait, next] {
+    if (issues()) {
+      multiply();
+      ptx::tcgen05_commit(barrier(0));
+    }
+    ptx::sync_block();
+    if (ptx::thread_index() != 0) return;
+    if (wait) ptx::mbarrier_wait_parity(barrier(0), 0);
+    next();
+  });
+}
+
 void store(int column) {
   const uint32_t d[16] = {};
   ptx::tcgen05_st(own_lanes(column), d);
@@ -153,16 +168,7 @@ TEST(Tcgen05Faults, OperandsWithoutFence) {
 TEST(Tcgen05Faults, WritesOfOperandsInUse) {
   late_and_early([] {
     const auto write = [](bool wait) {
-      return fault_of_products([wait] {
-        if (issues()) {
-          multiply();
-          ptx::tcgen05_commit(barrier(0));
-        }
-        ptx::sync_block();
-        if (ptx::thread_index() != 0) return;
-        if (wait) ptx::mbarrier_wait_parity(barrier(0), 0);
-        ptx::st_shared_b32(square(1).base, 1);
-      });
+      return fault_beside_product(wait, [] { ptx::st_shared_b32(square(1).base, 1); });
     };
     EXPECT_EQ(write(true), "");
     expect_contains(write(false),
@@ -333,14 +339,7 @@ TEST(Tcgen05Faults, SumsAreNoOperandOfAnUnfinishedProduct) {
 TEST(Tcgen05Faults, ProductsOfTwoThreads) {
   late_and_early([] {
     const auto add = [](bool wait) {
-      return fault_of_products([wait] {
-        if (issues()) {
-          multiply();
-          ptx::tcgen05_commit(barrier(0));
-        }
-        ptx::sync_block();
-        if (ptx::thread_index() != 0) return;
-        if (wait) ptx::mbarrier_wait_parity(barrier(0), 0);
+      return fault_beside_product(wait, [] {
         ptx::tcgen05_fence_after();
         multiply(0, true);
         finish(1);

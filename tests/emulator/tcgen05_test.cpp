@@ -1,5 +1,4 @@
 // Products of tcgen05.mma, fed by TMA, compared with plain loops.
-#include <cmath>
 #include <vector>
 
 #include "base/half.h"
@@ -44,23 +43,14 @@ struct Gemm {
   static ptx::SharedAddress sums_full() { return barrier(4); }
   static ptx::SharedAddress operand_full() { return barrier(5); }
 
-  template <class Tile_>
-  static void load(const Tile_& to, const TensorMap& map, bool trans, int k, int stage) {
-    for (int panel = 0; panel < Tile_::kPanels; ++panel) {
-      ptx::cp_async_bulk_tensor_load(to.base + static_cast<uint32_t>(panel * Tile_::kPanelBytes),
-                                     map, trans ? panel * 64 : k, trans ? k : 0, 0, 0, full(stage),
-                                     ptx::CachePolicy::evict_last);
-    }
-  }
-
   void produce() const {
     if (ptx::lane_index() != 0) return;
     for (int step = 0; step < kK / kStep; ++step) {
       const int stage = step % kStages;
       if (step >= kStages) ptx::mbarrier_wait_parity(empty(stage), (step / kStages - 1) & 1);
       ptx::mbarrier_arrive_expect_tx(full(stage), kStageBytes);
-      load(tile_a(stage), map_a, kTransA, step * kStep, stage);
-      load(tile_b(stage), map_b, kTransB, step * kStep, stage);
+      load_panels(tile_a(stage), map_a, kTransA, step * kStep, full(stage));
+      load_panels(tile_b(stage), map_b, kTransB, step * kStep, full(stage));
     }
   }
 
@@ -146,26 +136,11 @@ void check_gemm() {
   const Matrix<T> b(kTransB ? kK : kN, kTransB ? kN : kK, 2);
   const TensorMap map_a = a.map(kTransA ? kStep : kM);
   const TensorMap map_b = b.map(kTransB ? kStep : kN);
-  for (const char* copies : {"late", "early"}) {
-    for (const char* order : {"forward", "reverse", "shuffled"}) {
-      const Environment copies_variable("TILEWISE_EMULATOR_COPIES", copies);
-      const Environment order_variable("TILEWISE_EMULATOR_ORDER", order);
-      const Environment strict("TILEWISE_EMULATOR_STRICT", "1");
-      std::vector<float> d(kM * kN, std::nanf(""));
-      ASSERT_EQ(
-          fault_with_tensor_memory(kThreads, Kernel::kSharedBytes, Kernel{a, map_a, map_b, d}), "");
-      for (int i = 0; i < kM; ++i) {
-        for (int j = 0; j < kN; ++j) {
-          double sum = 0;
-          for (int k = 0; k < kK; ++k) {
-            sum += static_cast<double>(kTransA ? a.at(k, i) : a.at(i, k)) *
-                   (kTransB ? b.at(k, j) : b.at(j, k));
-          }
-          ASSERT_NEAR(d[static_cast<size_t>(i * kN + j)], sum, 1e-4) << i << " " << j;
-        }
-      }
-    }
-  }
+  const Environment strict("TILEWISE_EMULATOR_STRICT", "1");
+  check_products(a, kTransA, b, kTransB, [&](std::vector<float>& d) {
+    ASSERT_EQ(fault_with_tensor_memory(kThreads, Kernel::kSharedBytes, Kernel{a, map_a, map_b, d}),
+              "");
+  });
   EXPECT_EQ(statistics().tensor_products, kK / 16);
   EXPECT_EQ(statistics().tensor_products_by_issue, 0);
 }

@@ -2,44 +2,20 @@
 // the softmax warps tell the correction warps about each row.
 #pragma once
 
+#include "cuda/common/pipeline.h"
 #include "cuda/common/query_tile.h"
-#include "cuda/ptx/mbarrier.h"
 #include "cuda/tcgen05/config.h"
 
 namespace tilewise::cuda::tcgen05 {
 
-// An mbarrier, named for what is true when its phase completes.
-struct Barrier {
-  ptx::SharedAddress address;
-
-  TILEWISE_DEVICE void init(int arrivals) const { ptx::mbarrier_init(address, arrivals); }
-  TILEWISE_DEVICE void arrive() const { ptx::mbarrier_arrive(address); }
+struct Barrier : common::Barrier {
   // One lane arrives for its warp.
   TILEWISE_DEVICE void arrive_as_warp() const {
     ptx::sync_warp();
     if (ptx::lane_index() == 0) arrive();
   }
-  // Arrives; the phase completes when this many bytes have also landed.
-  TILEWISE_DEVICE void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
-  TILEWISE_DEVICE void wait(int parity) const { ptx::mbarrier_wait_parity(address, parity); }
   // Arrives when all products are done that the thread has issued.
   TILEWISE_DEVICE void arrive_after_products() const { ptx::tcgen05_commit(address); }
-};
-
-// Position in the pipeline of K and V tiles.
-template <int kStages>
-struct PipelineState {
-  int index = 0;
-  int parity = 0;
-
-  TILEWISE_DEVICE int stage() const { return index; }
-  TILEWISE_DEVICE int phase() const { return parity; }
-  TILEWISE_DEVICE void next() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 template <class C>
@@ -49,7 +25,7 @@ struct ForwardShared {
   static constexpr int kRows = arch::Tcgen05ForwardTile::kRows;
   static_assert(kTile.keys == kRows, "tiles of Q, K and V have the same size");
   using Tile = tile::SwizzledTile<kRows, C::kHeadDim>;
-  using Pipeline = PipelineState<kTile.stages>;
+  using Pipeline = common::PipelineState<kTile.stages>;
 
   static constexpr int kKvAt = kQTiles * Tile::kBytes;
   static constexpr int kBarriersAt = kKvAt + kTile.stages * Tile::kBytes;
@@ -134,7 +110,7 @@ struct ForwardShared {
   TILEWISE_DEVICE ptx::SharedAddress at(int bytes) const {
     return base + static_cast<uint32_t>(bytes);
   }
-  TILEWISE_DEVICE Barrier barrier(int index) const { return {at(kBarriersAt + 8 * index)}; }
+  TILEWISE_DEVICE Barrier barrier(int index) const { return {{at(kBarriersAt + 8 * index)}}; }
 };
 
 }  // namespace tilewise::cuda::tcgen05

@@ -2,21 +2,13 @@
 #pragma once
 
 #include "cuda/arch/limits.h"
-#include "cuda/ptx/mbarrier.h"
+#include "cuda/common/pipeline.h"
 #include "cuda/wgmma/forward_tile.h"
 
 namespace tilewise::cuda::wgmma {
 
-// An mbarrier, named for what is true when its phase completes.
-struct Barrier {
-  ptx::SharedAddress address;
-
-  TILEWISE_DEVICE void init(int arrivals) const { ptx::mbarrier_init(address, arrivals); }
-  TILEWISE_DEVICE void arrive() const { ptx::mbarrier_arrive(address); }
-  // Arrives; the phase completes when this many bytes have also landed.
-  TILEWISE_DEVICE void expect(int bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
-  TILEWISE_DEVICE void wait(int parity) const { ptx::mbarrier_wait_parity(address, parity); }
-};
+using common::Barrier;
+using common::PipelineState;
 
 // Position in a pipeline of kStages stages: `count` is the number of stages that have been filled
 // (producer) or emptied (consumer). The producer and scheduler warps use it because it takes one
@@ -30,23 +22,6 @@ struct PipelineCounter {
   TILEWISE_DEVICE int stage() const { return static_cast<int>(count % kStages); }
   TILEWISE_DEVICE int phase() const { return static_cast<int>(count / kStages % 2); }
   TILEWISE_DEVICE void next() { ++count; }
-};
-
-// Position in a pipeline as stage and phase. The consumers use it because their next product waits
-// for the address of a stage, and these need no division or remainder.
-template <int kStages>
-struct PipelineState {
-  int index = 0;
-  int parity = 0;
-
-  TILEWISE_DEVICE int stage() const { return index; }
-  TILEWISE_DEVICE int phase() const { return parity; }
-  TILEWISE_DEVICE void next() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 template <class C>
