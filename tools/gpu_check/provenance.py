@@ -84,7 +84,7 @@ def _gpu_of_torch() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Versions of the tools that build and run."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "numpy", "triton"):
+    for name in ("torch", "numpy", "triton", "jax"):
         try:
             module = __import__(name)
         except ImportError:

@@ -40,13 +40,14 @@ TESTS_WITHOUT_GPU = ("tests/python/tools/test_cli_bench.py", "tests/python/tools
 
 
 def build(setup: Setup, limit: float) -> Report:
-    """Builds for this GPU only, with the PyTorch adapter beside the library."""
+    """Builds for this GPU only, with the adapters of PyTorch and JAX beside the library."""
     configure = [
         "cmake", "-S", str(ROOT), "-B", str(setup.build), "-G", "Ninja",
         "-DCMAKE_BUILD_TYPE=Release", "-DTILEWISE_CUDA=ON", "-DTILEWISE_BUILD_TORCH=ON",
         f"-DTILEWISE_CUDA_ARCHITECTURES={setup.architecture}", "-DTILEWISE_BUILD_TESTS=OFF",
         f"-DTILEWISE_CUDA_FORCED_TABLES={';'.join(f'Sm{t}' for t in setup.foreign)}",
-        f"-DPython3_EXECUTABLE={PYTHON}", *setup.cmake,
+        f"-DPython3_EXECUTABLE={PYTHON}", f"-DTILEWISE_XLA_INCLUDE={xla_include(setup)}",
+        *setup.cmake,
     ]  # fmt: skip
     env = {}
     toolkit = Path("/usr/local/cuda/bin/nvcc")
@@ -75,6 +76,16 @@ def build(setup: Setup, limit: float) -> Report:
         say(f"    {line}")
     report: Report = {"passed": not objections, "compile_seconds": round(compiled.seconds)}
     return report | {"megabytes": megabytes, "objections": objections[:60]}
+
+
+def xla_include(setup: Setup) -> str:
+    """The folder of jaxlib's headers, which the JAX adapter is built from; empty without JAX."""
+    command = [PYTHON, "-c", "import jax; print('headers:', jax.ffi.include_dir())"]
+    ended = run(command, 60, setup.logs / "jax.log")
+    found = re.search(r"^headers: (.+)$", ended.output(), re.MULTILINE)
+    if found is None:
+        say("  no JAX here: its adapter is neither built nor tested")
+    return found[1] if found else ""
 
 
 def spilled(library: Path) -> list[str]:

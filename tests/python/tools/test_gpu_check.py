@@ -80,13 +80,15 @@ def test_build_compiles_tables_of_other_gpus_for_this_one(tmp_path, monkeypatch)
 
     def run(command, *_rest):
         commands.append(command)
-        (tmp_path / "x.log").write_text("")
+        (tmp_path / "x.log").write_text("" if command[0] == "cmake" else "headers: /jax\n")
         return Ended(1, 1.0, tmp_path / "x.log")
 
     monkeypatch.setattr(stages, "run", run)
     stages.build(Setup(tmp_path, 4, "90"), 100)
-    assert "-DTILEWISE_CUDA_FORCED_TABLES=Sm86;Sm120" in commands[0]
-    assert "-DTILEWISE_CUDA_ARCHITECTURES=90" in commands[0]
+    configure = commands[-1]
+    assert "-DTILEWISE_CUDA_FORCED_TABLES=Sm86;Sm120" in configure
+    assert "-DTILEWISE_CUDA_ARCHITECTURES=90" in configure
+    assert "-DTILEWISE_XLA_INCLUDE=/jax" in configure
 
 
 def test_smoke_warms_ptx_and_runs_every_table(tmp_path, monkeypatch):
