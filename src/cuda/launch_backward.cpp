@@ -24,6 +24,7 @@ BackwardParams main_params(const Problem& p, const Gradients& g, const Plan& pla
   params.dq_semaphores = regions.dq_semaphores.in<int32_t>(workspace);
   params.dscale_partials = regions.dscale_partials.in<float>(workspace);
   params.num_tiles = static_cast<int32_t>(plan.blocks);
+  params.mask = mask_of(p);
   return params;
 }
 

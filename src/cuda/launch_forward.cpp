@@ -35,6 +35,7 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
   params.pdl_trigger = plan.pdl_trigger;
   params.partial_out = regions.partial_out.in<float>(workspace);
   params.partial_lse = regions.partial_lse.in<float>(workspace);
+  params.mask = mask_of(p);
   return params;
 }
 

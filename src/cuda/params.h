@@ -124,6 +124,12 @@ struct ChunkArrivals {
   }
 };
 
+// The mask of a problem without one. Kernels read a copy of the caller's mask, whose kind tells
+// them whether there is one: Problem::mask points to memory of the host.
+inline constexpr tilewise_mask kNoMask{};
+TILEWISE_FN bool is_given(const tilewise_mask& mask) { return mask.kind != 0; }
+inline tilewise_mask mask_of(const Problem& p) { return p.mask != nullptr ? *p.mask : kNoMask; }
+
 // The main kernels write the rows and keys in use; the prepare kernel (common/prepare.cuh) writes
 // all others.
 struct ForwardParams {
@@ -156,6 +162,7 @@ struct ForwardParams {
   bool cluster_combines = false;                 // the CTAs of a tile's splits form a cluster
   PdlTrigger pdl_trigger = PdlTrigger::at_exit;  // simt ignores it
   IndexRecord* index_record = nullptr;           // where kernels record index faults
+  tilewise_mask mask = kNoMask;
 
   // Splits of a sequence without chunks. With one split the main kernel writes out directly.
   TILEWISE_FN int32_t splits_of(const Band& band) const {
@@ -198,6 +205,7 @@ struct BackwardParams {
   TileDescriptor* descriptors = nullptr;
   int32_t num_tiles = 0;
   int32_t* tile_counter = nullptr;  // null: one tile per cluster
+  tilewise_mask mask = kNoMask;
 };
 
 // Adds the tensor maps of kernels that load by TMA. A box of q or dout has the rows of a

@@ -28,8 +28,6 @@ const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& reque
 // Why no family serves a request with an option that only CPU kernels have.
 constexpr WhyNot why_cpu_only(const Request& request) {
   const Problem& p = request.problem;
-  if (p.mask != nullptr)
-    return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
   if (p.max_logits != nullptr && request.is(Pass::forward))
     return {.text =
                 "no GPU kernel writes max_logits: leave it out of the call, or pass tensors in the "
@@ -39,6 +37,12 @@ constexpr WhyNot why_cpu_only(const Request& request) {
                 "no GPU kernel converts out: leave out_dtype out of the call, or pass tensors in "
                 "the memory of the CPU"};
   return {};
+}
+
+// Why a family whose kernels read no mask does not serve a request.
+constexpr WhyNot why_no_mask(const Request& request) {
+  if (request.problem.mask == nullptr) return {};
+  return {.text = "it reads no mask"};
 }
 
 // The kernels that recompute flagged tiles (FamilyRow::recompute_kernels); null: there are none.

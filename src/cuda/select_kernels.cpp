@@ -92,6 +92,7 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
 }
 
 bool nan_may_leak(const Problem& p) {
+  if (p.mask != nullptr) return true;
   // With larger limits the last row attends to the first key, and the first row to the last key.
   const bool aligned = p.diagonal == nullptr;
   const bool left = p.window_left >= 0 && !(aligned && p.window_left >= max_keys(p) - 1);

@@ -9,7 +9,11 @@ namespace {
 
 int32_t table(const Gpu&) { return kTables.front().number; }
 
-WhyNot why_not(const Request& request, const Gpu&) { return why_cpu_only(request); }
+WhyNot why_not(const Request& request, const Gpu&) {
+  if (request.problem.mask != nullptr)
+    return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
+  return why_cpu_only(request);
+}
 
 // The kernels are compiled per element type of q; float8 keys are an option of them.
 const KernelSet* find(const Request& request, const Target& target) {
