@@ -1,7 +1,6 @@
-// The passes of the C library as handlers of XLA's foreign function interface: forward and backward
-// for CPUs and for CUDA, jvp and second, which have no kernel for GPUs, for CPUs. They know nothing
-// of attention: tilewise.jax writes the structs of tilewise.h when it lowers a call, and a handler
-// only puts the addresses of the buffers into them.
+// The passes of the C library as handlers of XLA's foreign function interface, for CPUs and for
+// CUDA. They know nothing of attention: tilewise.jax writes the structs of tilewise.h when it
+// lowers a call, and a handler only puts the addresses of the buffers into them.
 //
 // A struct arrives as an attribute of 64-bit words in which all pointers are NULL. A second
 // attribute lists pairs of numbers: the offset of a pointer in the struct, in bytes, and the buffer
@@ -210,6 +209,26 @@ ffi::Error backward_on_cuda(void* stream, int32_t index, ffi::RemainingArgs argu
              Attributes<tilewise_gradients>{gradients, gradients_pointers});
 }
 
+ffi::Error jvp_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
+                       ffi::RemainingRets results, Words attention, Words attention_pointers,
+                       Words mask, Words mask_pointers, Words tangents, Words tangents_pointers) {
+  const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
+  return run(tilewise_jvp, device, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_tangents>{tangents, tangents_pointers});
+}
+
+ffi::Error second_on_cuda(void* stream, int32_t index, ffi::RemainingArgs arguments,
+                          ffi::RemainingRets results, Words attention, Words attention_pointers,
+                          Words mask, Words mask_pointers, Words gradients,
+                          Words gradients_pointers, Words tangents, Words tangents_pointers) {
+  const Device device{.kind = TILEWISE_CUDA, .index = index, .stream = stream};
+  return run(tilewise_second, device, arguments, results,
+             {attention, attention_pointers, mask, mask_pointers},
+             Attributes<tilewise_tangents>{tangents, tangents_pointers},
+             Attributes<tilewise_gradients>{gradients, gradients_pointers});
+}
+
 auto bind_cpu() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets(); }
 
 auto bind_cuda() {
@@ -275,6 +294,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     tilewise_jax_backward_cuda, tilewise::jax_binding::backward_on_cuda,
     tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cuda()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_jvp_cuda, tilewise::jax_binding::jvp_on_cuda,
+    tilewise::jax_binding::with_tangents(
+        tilewise::jax_binding::with_attention(tilewise::jax_binding::bind_cuda())),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tilewise_jax_second_cuda, tilewise::jax_binding::second_on_cuda,
+    tilewise::jax_binding::with_tangents(
+        tilewise::jax_binding::with_gradients(tilewise::jax_binding::bind_cuda())),
     {xla::ffi::Traits::kCmdBufferCompatible});
 
 #pragma GCC visibility pop

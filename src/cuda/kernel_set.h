@@ -22,6 +22,11 @@ struct FormKernels {
   Kernel<TmaForwardParams> tma_forward_warp_split = {};
   Kernel<ForwardParams> forward_warp_split = {};
   Kernel<TmaBackwardParams> tma_backward = {};
+  Kernel<JvpParams> jvp = {};
+  // Pass::second, as `prepare`, `backward` and `finish`.
+  Kernel<SecondParams> second_prepare = {};
+  Kernel<SecondParams> second = {};
+  Kernel<SecondParams> second_finish = {};
 };
 
 struct Tile {
@@ -67,6 +72,8 @@ struct KernelSet {
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }
+  bool has_jvp() const { return general.jvp.function != nullptr; }
+  bool has_second() const { return general.second.function != nullptr; }
 };
 
 // The machine code of a tile table (0: kernels without one), as compute capabilities (major * 10 +

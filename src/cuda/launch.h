@@ -14,6 +14,9 @@ namespace tilewise::cuda {
 class ForwardLaunch {
  public:
   ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace);
+  // Pass::jvp: the same launches around its kernel, which `prepared` (prepare_jvp) precedes.
+  ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace,
+                common::PrepareParams prepared);
   void finish();
 
   const DeviceScope scope;
@@ -52,8 +55,8 @@ class BackwardLaunch {
 };
 
 // FamilyRow::launch of a family that launches a forward with kForward(problem, plan, workspace) and
-// a backward with kBackward(request, plan, workspace).
-template <auto kForward, auto kBackward>
+// each other pass that it has with a function of (request, plan, workspace).
+template <auto kForward, auto kBackward, auto kJvp = nullptr, auto kSecond = nullptr>
 void launch_pass(const Request& request, const Plan& plan, void* workspace) {
   switch (request.pass) {
     case Pass::forward:
@@ -61,8 +64,11 @@ void launch_pass(const Request& request, const Plan& plan, void* workspace) {
     case Pass::backward:
       return kBackward(request, plan, workspace);
     case Pass::jvp:
+      if constexpr (kJvp != nullptr) kJvp(request, plan, workspace);
+      return;
     case Pass::second:
-      return;  // no family has them
+      if constexpr (kSecond != nullptr) kSecond(request, plan, workspace);
+      return;
   }
 }
 

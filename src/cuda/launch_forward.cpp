@@ -42,9 +42,12 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
 }  // namespace
 
 ForwardLaunch::ForwardLaunch(const Problem& p, const Plan& a_plan, void* workspace)
+    : ForwardLaunch(p, a_plan, workspace, common::prepare_forward(p)) {}
+
+ForwardLaunch::ForwardLaunch(const Problem& p, const Plan& a_plan, void* workspace,
+                             common::PrepareParams prepared)
     : scope(p.device_index), problem(p), plan(a_plan), regions(forward_workspace(p, a_plan)) {
   if (p.check != 0) check_entries(p, regions.report.in<void>(workspace));
-  common::PrepareParams prepared = common::prepare_forward(p);
   if (regions.table.bytes > 0) {
     prepared.order = {regions.table.in<TileOrder::Entry>(workspace),
                       common::OrderTask::Counts::rows, plan.tile_q, plan.pack};

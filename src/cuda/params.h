@@ -231,4 +231,15 @@ struct TmaBackwardParams : BackwardParams {
   TensorMap v;
 };
 
+// Pass::jvp: the tiles of a forward, each with all of its keys. The kernel reads problem.out and
+// problem.lse and writes tangents.out and tangents.lse, which may be null.
+struct JvpParams : ForwardParams {
+  Tangents tangents;
+};
+
+// Pass::second: the tiles of a backward. tangents.out, lse, dout and dlse are read.
+struct SecondParams : BackwardParams {
+  Tangents tangents;
+};
+
 }  // namespace tilewise::cuda

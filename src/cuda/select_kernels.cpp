@@ -26,6 +26,17 @@ bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
   return kernel_set.has_backward();
 }
 
+bool serves_jvp(const KernelSet& kernel_set, const Gpu& gpu) {
+  return kernel_set.has_jvp() && fit(gpu, kernel_set.plain.jvp, kernel_set.general.jvp);
+}
+
+bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {
+  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general}) {
+    if (!fit(gpu, form->second_prepare, form->second, form->second_finish)) return false;
+  }
+  return kernel_set.has_second();
+}
+
 // Whether a kernel set has the kernels of a pass, and these fit the GPU's shared memory.
 bool serves(const KernelSet& kernel_set, Pass pass, const Gpu& gpu) {
   switch (pass) {
@@ -34,8 +45,9 @@ bool serves(const KernelSet& kernel_set, Pass pass, const Gpu& gpu) {
     case Pass::backward:
       return serves_backward(kernel_set, gpu);
     case Pass::jvp:
+      return serves_jvp(kernel_set, gpu);
     case Pass::second:
-      return false;  // no kernel set has them
+      return serves_second(kernel_set, gpu);
   }
   return false;
 }

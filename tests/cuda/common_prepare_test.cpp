@@ -171,8 +171,9 @@ class CommonClear : public testing::Test {};
 using Types = testing::Types<float, tilewise::Half, tilewise::BFloat16>;
 TYPED_TEST_SUITE(CommonClear, Types);
 
-TYPED_TEST(CommonClear, ForwardClearsRowsNotInUse) {
+TYPED_TEST(CommonClear, ForwardAndJvpClearRowsNotInUse) {
   for (uint32_t seed = 0; seed < 150; ++seed) {
+    const bool is_jvp = seed % 2 == 1;
     Call<TypeParam> call(seed);
     const tilewise::Problem& p = call.p;
     const Used used = used_rows(p);
@@ -183,8 +184,14 @@ TYPED_TEST(CommonClear, ForwardClearsRowsNotInUse) {
       for (size_t row = 0; row < used[batch_index].size(); ++row)
         for (int64_t h = 0; h < p.heads_q && used[batch_index][row] == 0; ++h)
           lse[batch_index * static_cast<size_t>(p.lse_stride_batch) + row +
-              static_cast<size_t>(h * p.lse_stride_head)] = -std::numeric_limits<float>::infinity();
-    common::PrepareParams params = common::prepare_forward(p);
+              static_cast<size_t>(h * p.lse_stride_head)] =
+              is_jvp ? 0.0f : tilewise::kMinusInfinity;
+    tilewise::Tangents t{};
+    t.out = p.out;
+    t.lse = p.lse;
+    t.lse_stride_batch = p.lse_stride_batch;
+    t.lse_stride_head = p.lse_stride_head;
+    common::PrepareParams params = is_jvp ? common::prepare_jvp(p, t) : common::prepare_forward(p);
     run(params);
     ASSERT_TRUE(same(out, call.out)) << "seed " << seed;
     ASSERT_TRUE(same(lse, call.lse)) << "seed " << seed;

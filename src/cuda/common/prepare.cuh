@@ -316,10 +316,10 @@ struct Clear {
         [&](const RowLocation& location, bool with_nan) {
           RowFill{p.dtype, with_nan}.fill(params.rows, location);
           if (params.lse == nullptr) return;
-          const int64_t first_head = location.batch_index * p.lse_stride_batch + location.row;
-          const float value = with_nan ? ptx::float_of(0x7fc00000u) : kMinusInfinity;
+          const int64_t first_head = location.batch_index * params.lse_stride_batch + location.row;
+          const float value = with_nan ? ptx::float_of(0x7fc00000u) : params.unused_lse;
           for (int64_t h = ptx::lane_index(); h < p.heads_q; h += ptx::kWarpSize) {
-            const int64_t at = first_head + h * p.lse_stride_head;
+            const int64_t at = first_head + h * params.lse_stride_head;
             params.lse[at] = value;
             if (params.lse_low != nullptr) params.lse_low[at] = 0.0f;
           }

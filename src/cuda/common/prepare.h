@@ -2,6 +2,7 @@
 // arrays, writes the rows and keys that no main kernel writes, and zeroes parts of the workspace.
 #pragma once
 
+#include "attention/online_softmax.h"
 #include "cuda/params.h"
 #include "cuda/tile_order.h"
 
@@ -103,10 +104,13 @@ struct PrepareParams {
   IndexCopies index_copies;
   IndexRecord* index_record = nullptr;
   OrderTask order;
-  ClearTask rows;  // out or dq
-  // They become -inf and 0 in rows that are not in use; strides of the problem's lse.
+  ClearTask rows;  // out, its tangent or dq
+  // They become `unused_lse` and 0 in rows that are not in use; lse_low has the strides of lse.
   float* lse = nullptr;
   float* lse_low = nullptr;
+  int64_t lse_stride_batch = 0;
+  int64_t lse_stride_head = 0;
+  float unused_lse = kMinusInfinity;
   ClearTask keys[2];  // dk, dv
   FillTask fills[4];
   int32_t clear_blocks = 0;  // set by `set_grid`
@@ -139,6 +143,21 @@ inline PrepareParams prepare_forward(const Problem& p) {
   params.rows = {p.out, p.heads_q, p.head_dim_v};
   params.lse = p.lse;
   params.lse_low = p.lse_low;
+  params.lse_stride_batch = p.lse_stride_batch;
+  params.lse_stride_head = p.lse_stride_head;
+  return params;
+}
+
+// A jvp clears likewise: the tangents of rows that are not in use become 0.
+inline PrepareParams prepare_jvp(const Problem& p, const Tangents& t) {
+  PrepareParams params;
+  params.problem = p;
+  if (!may_have_unused_rows(p)) return params;
+  params.rows = {t.out, p.heads_q, p.head_dim_v};
+  params.lse = t.lse;
+  params.lse_stride_batch = t.lse_stride_batch;
+  params.lse_stride_head = t.lse_stride_head;
+  params.unused_lse = 0.0f;
   return params;
 }
 
@@ -161,7 +180,7 @@ TILEWISE_FN bool has_first_block(const PrepareParams& params) {
   return params.order.table != nullptr || params.index_copies.any();
 }
 
-// Adds the copies of index arrays. Call it after `prepare_forward` or `prepare_backward`.
+// Adds the copies of index arrays. Call it after one of the functions above.
 inline void set_index_copies(PrepareParams& params, const IndexCopies& copies,
                              IndexRecord* record) {
   params.index_copies = copies;

@@ -21,10 +21,12 @@ const KernelSet* find(const Request& request, const Target& target) {
       request, {.family = &kFamily, .table = table(target.gpu), .dtype = request.dtypes.q}, target);
 }
 
-Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {
+// A forward, or a jvp, which has the tiles of a forward and does not split their keys.
+Plan plan_forward(const Request& request, const KernelSet& kernel_set, const Gpu& gpu) {
+  const Problem& p = request.problem;
   Plan plan = plan_forward_tiles(p, kernel_set, gpu);
   if (!plan.can_be_launched()) return plan;
-  plan_key_splits(plan, p, gpu);
+  if (request.is(Pass::forward)) plan_key_splits(plan, p, gpu);
   plan_forward_grid(plan, p, gpu);
   if (plan.can_be_launched()) finish_forward_plan(plan, p, gpu);
   return plan;
@@ -50,10 +52,10 @@ Plan plan(const Request& request, const Target& target) {
   if (kernel_set == nullptr) return {};
   switch (request.pass) {
     case Pass::forward:
-      return plan_forward(request.problem, *kernel_set, target.gpu);
+    case Pass::jvp:
+      return plan_forward(request, *kernel_set, target.gpu);
     case Pass::backward:
       return plan_backward(request, *kernel_set, target.gpu);
-    case Pass::jvp:
     case Pass::second:
       return {};  // not in `passes`
   }
@@ -79,6 +81,14 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
   backward.finish();
 }
 
+void launch_jvp(const Request& request, const Plan& plan, void* workspace) {
+  const Problem& p = request.problem;
+  ForwardLaunch jvp(p, plan, workspace, common::prepare_jvp(p, request.tangents));
+  cuda::launch(jvp.kernels().jvp, plan.blocks, p.stream, JvpParams{jvp.params, request.tangents},
+               jvp.start);
+  jvp.finish();
+}
+
 }  // namespace
 
 constexpr FamilyRow kFamily = {
@@ -91,7 +101,7 @@ constexpr FamilyRow kFamily = {
     .table = table,
     .why_not = why_not,
     .plan = plan,
-    .launch = launch_pass<launch_forward, launch_backward>,
+    .launch = launch_pass<launch_forward, launch_backward, launch_jvp>,
     // A masked key is not part of any sum of these kernels, so they may recompute flagged tiles.
     .recompute_kernels = find,
 };
