@@ -36,7 +36,9 @@ FORCED_TESTS = tuple(
     for name in names
 )
 # Tests of the benchmark scripts, which need no GPU.
-TESTS_WITHOUT_GPU = ("tests/python/tools/test_cli_bench.py", "tests/python/tools/test_bench_gpu.py")
+TESTS_WITHOUT_GPU = tuple(
+    f"tests/python/tools/test_{name}.py" for name in ("cli_bench", "bench_gpu", "bench_masks")
+)
 
 
 def build(setup: Setup, limit: float) -> Report:

@@ -1,0 +1,159 @@
+"""Masks on a GPU, beside FlexAttention: TFLOP/s of the visible pairs, B1 S8192 H16 D128 in bf16.
+
+The masks are packed documents, causal with bidirectional spans, causal as a mask, a window with
+sink rows, and random blocks. FlexAttention is compiled, with a BlockMask made from the same rule.
+`causal=True` of Tilewise without a mask alternates with each of them ("of plain"). The timing is
+that of bench_gpu.py.
+
+  python bench/bench_masks.py
+  python bench/bench_masks.py --filter documents --no-peers --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import bench_gpu
+import bench_options
+import gpu_timing
+import tilewise
+from tilewise import masks
+from tilewise.cli.progress import Progress
+
+ROWS, HEADS, DIM = 8192, 16, 128
+DIRECTIONS = ("fwd", "bwd")
+
+
+@dataclass
+class Named:
+    """A mask, and the same rule as a function of a row and a key (FlexAttention's mask_mod)."""
+
+    name: str
+    mask: masks.Ranges | masks.Blocks
+    sees: Callable[[Tensor, Tensor], Tensor]
+
+
+def named_masks(rows: int) -> Iterator[Named]:
+    """The masks at `rows` rows; their parts shrink with it."""
+    unit = rows // 8
+    document = unit * 1000 // 1024
+    starts = [*range(0, rows, document), rows]
+    yield Named(
+        f"documents of {document} rows",
+        masks.Ranges.documents(torch.tensor(starts, dtype=torch.int32)),
+        lambda i, j: (i // document == j // document) & (j <= i),
+    )
+    span = unit // 4
+    spans = [[begin, begin + span] for begin in range(0, rows, unit)]
+    yield Named(
+        f"causal, spans of {span} in {unit}",
+        masks.Ranges.causal(rows) | masks.Ranges(spans, spans),
+        lambda i, j: (j <= i) | ((i // unit == j // unit) & (i % unit < span) & (j % unit < span)),
+    )
+    yield Named("causal as a mask", masks.Ranges.causal(rows), lambda i, j: j <= i)
+    sinks = unit // 16
+    yield Named(
+        f"window {unit}, {sinks} sink rows",
+        masks.Ranges(
+            [[0, unit], [unit, rows], [sinks, rows]],
+            [[0, unit], [1, rows], [0, sinks]],
+            ["causal", "both", "full"],
+        ),
+        lambda i, j: (j <= i) & ((j > i - unit) | (j < sinks)),
+    )
+    block = 128  # rows and keys of a block of masks.Blocks
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.rand(rows // block, rows // block, generator=generator) < 0.1
+    on_device: dict[torch.device, Tensor] = {}
+
+    def sees(i: Tensor, j: Tensor) -> Tensor:
+        table = on_device.setdefault(i.device, chosen.to(i.device))
+        return table[i // block, j // block]
+
+    dense = chosen.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    yield Named("random blocks of 128, 10 % visible", masks.from_bool(dense), sees)
+
+
+def flex(
+    sees: Callable[[Tensor, Tensor], Tensor], leaves: Sequence[Tensor], dout: Tensor, rows: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of compiled FlexAttention."""
+    block_mask = create_block_mask(
+        lambda _b, _h, i, j: sees(i, j), None, None, rows, rows, device=dout.device
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    heads_first = [x.detach().transpose(1, 2).contiguous() for x in leaves]
+    gradient = dout.transpose(1, 2).contiguous()
+    learned = [x.clone().requires_grad_() for x in heads_first]
+    saved: list[Tensor] = []
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(compiled(*learned, block_mask=block_mask))
+        return torch.autograd.grad(saved[0], learned, gradient, retain_graph=True)
+
+    return functools.partial(compiled, *heads_first, block_mask=block_mask), backward
+
+
+def problem_of(named: Named, device: str, rows: int, peers: bool) -> bench_options.Problem:
+    """The problem of a mask."""
+    draw = functools.partial(bench_options.draw, device, 1, rows, HEADS, DIM)
+    leaves = (draw().requires_grad_(), draw().requires_grad_(), draw().requires_grad_())
+    dout = draw()
+    mask = named.mask.to(device)
+    flop = 4.0 * HEADS * DIM * rows * rows * named.mask.density(rows, rows)
+    return bench_options.Problem(
+        named.name, leaves, dout, flop, lambda *x: tilewise.attention(*x, mask=mask),
+        {"Flex": flex(named.sees, leaves, dout, rows)} if peers else {},
+    )  # fmt: skip
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--filter", default="", metavar="WORD", help="masks whose name contains it")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-peers", action="store_true", help="without FlexAttention")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="cpu tests the script itself, on a small problem")  # fmt: skip
+    given = parser.parse_args(arguments)
+    rows = ROWS if given.device == "cuda" else 1024
+    clock = gpu_timing.Clock(given.device)
+    chosen = [x for x in named_masks(rows) if given.filter in x.name]
+    plain = bench_options.dense("plain", given.device, 1, rows, HEADS, HEADS, DIM)
+    results = []
+    with Progress(len(DIRECTIONS) * len(chosen), "problems") as bar:
+        for named in chosen:
+            peers = given.device == "cuda" and not given.no_peers
+            problem = problem_of(named, given.device, rows, peers)
+            for direction in DIRECTIONS:
+                results.append(
+                    bench_options.measure(problem, plain, direction, clock, given.rounds)
+                )
+                bar.update(point=named.name)
+    bench_options.show(results)
+    for r in results:
+        for name, why in r["left_out"].items():
+            print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": bench_gpu.machine(given.device), "rows": results}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run())
