@@ -140,8 +140,8 @@ typedef struct tilewise_attention {
   int64_t q_descale_stride_batch; /* 0 broadcasts */
   int64_t q_descale_stride_head;
 
-  float* max_logits; /* fp32 [B, Hq], contiguous; written by the forward on a CPU, and read by no
-                        pass. The largest scale * q.k over all visible pairs of a sequence and a
+  float* max_logits; /* fp32 [B, Hq], contiguous; written by the forward, and read by no pass. The
+                        largest scale * q.k over all visible pairs of a sequence and a
                         query head, before softcap, ALiBi and bias, as QK-clip (arXiv 2507.20534)
                         uses it: -inf if no pair is visible, NaN if scale * q.k of one is NaN. With
                         few rows the forward may run another kernel than without. NULL: off */

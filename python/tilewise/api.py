@@ -58,13 +58,13 @@ def attention(
         v_descale: The same for v.
         mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
             allow, are visible. CPU only.
-        return_max_logits: Return max_logits after out and lse. CPU only.
-        out_dtype: The dtype of out: that of q (None), or float32, which a CPU also writes for q of
-            float16 or bfloat16: the sums as they are, not rounded. The gradient of such an out is
-            rounded to the dtype of q in the backward, whose products take it in that dtype.
+        return_max_logits: Return max_logits after out and lse.
+        out_dtype: The dtype of out: that of q (None), or float32, also for q of float16 or
+            bfloat16: the sums as they are, not rounded. The gradient of such an out is rounded to
+            the dtype of q in the backward, whose products take it in that dtype.
         precise_backward: Keep out in float32 for the backward, 4 bytes per element, where q has 16
             bits. Gradients of rows whose softmax is saturated then lose no digits to the rounding
-            of out (docs/numerics.md). PyTorch tensors on a CPU only.
+            of out (docs/numerics.md). PyTorch tensors only.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:

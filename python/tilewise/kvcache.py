@@ -91,7 +91,7 @@ def attention_with_kvcache(
             outside is hidden. A ``Tree`` says which of its last keys each row of q sees, and has Sq
             rows, with cu_seqlens_q at least those of the longest sequence; it is refused together
             with rotary embedding, since the position of a draft token is not its place.
-        return_max_logits: Return max_logits after out and lse. CPU only.
+        return_max_logits: Return max_logits after out and lse.
 
     Returns:
         out [B, Sq, Hq, Dv] in out_dtype, or (out, lse) with lse float32 [B, Hq, Sq]; with

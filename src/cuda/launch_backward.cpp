@@ -71,7 +71,7 @@ void scalar_gradients(const Problem& p, const Gradients& g, const BackwardWorksp
     partials.gradients = g;
     partials.partials = regions.dsinks_partials.in<double>(workspace);
     partials.row_blocks = common::dsinks_row_blocks(p);
-    launch(common::tensor_kernels(dtypes_of(p).out).dsinks, common::dsinks_blocks(p), p.stream,
+    launch(common::tensor_kernels(dtypes_of(p).q).dsinks, common::dsinks_blocks(p), p.stream,
            partials);
     params.dsinks_partials = partials.partials;
     params.heads = p.heads_q;
@@ -107,7 +107,7 @@ void BackwardLaunch::finish() {
   const Gradients& g = params.gradients;
   if (plan.nan_recompute != nullptr) recompute_flagged(*this);
   if (g.dbias != nullptr) {
-    launch(common::tensor_kernels(dtypes_of(p).out).dbias, common::dbias_blocks(p, g), p.stream,
+    launch(common::tensor_kernels(dtypes_of(p).q).dbias, common::dbias_blocks(p, g), p.stream,
            common::DbiasParams{p, g});
   }
   if (g.dsinks != nullptr || g.dscale != nullptr) scalar_gradients(p, g, regions, workspace);

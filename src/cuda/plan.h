@@ -25,24 +25,24 @@ const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
 // the kernel set itself.
 const KernelSet* with_few_rows(const KernelSet& kernel_set, const Request& request, const Gpu& gpu);
 
-// Why no family serves a request with an option that only CPU kernels have.
-constexpr WhyNot why_cpu_only(const Request& request) {
-  const Problem& p = request.problem;
-  if (p.max_logits != nullptr && request.is(Pass::forward))
-    return {.text =
-                "no GPU kernel writes max_logits: leave it out of the call, or pass tensors in the "
-                "memory of the CPU"};
-  if (request.dtypes.out != request.dtypes.q)
-    return {.text =
-                "no GPU kernel converts out: leave out_dtype out of the call, or pass tensors in "
-                "the memory of the CPU"};
-  return {};
-}
-
 // Why a family whose kernels read no mask does not serve a request.
 constexpr WhyNot why_no_mask(const Request& request) {
   if (request.problem.mask == nullptr) return {};
   return {.text = "it reads no mask"};
+}
+
+// Why a family that writes no max_logits does not serve a request.
+inline WhyNot why_no_max_logits(const Request& request) {
+  if (request.is(Pass::forward) && request.problem.max_logits != nullptr)
+    return {.text = "it writes no max_logits"};
+  return {};
+}
+
+// Why a family whose out has the type of q does not serve a request.
+inline WhyNot why_no_other_out(const Request& request) {
+  if (request.dtypes.out != request.dtypes.q)
+    return {.text = "it has no out in float32 beside q of 16 bits"};
+  return {};
 }
 
 // The kernels that recompute flagged tiles (FamilyRow::recompute_kernels); null: there are none.

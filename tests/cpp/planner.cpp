@@ -311,17 +311,6 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(ask(masked, hopper).why,
             "device is CUDA (sm_90): no GPU kernel reads a mask: bias with -inf for the hidden "
             "pairs is allowed");
-  float logit = 0.0f;
-  Problem with_logits = problem(TILEWISE_BFLOAT16);
-  with_logits.max_logits = &logit;
-  EXPECT_EQ(ask(with_logits, hopper).why,
-            "device is CUDA (sm_90): no GPU kernel writes max_logits: leave it out of the call, or "
-            "pass tensors in the memory of the CPU");
-  Problem wide_out = problem(TILEWISE_BFLOAT16);
-  wide_out.out_dtype = TILEWISE_OUT_FLOAT32;
-  EXPECT_EQ(ask(wide_out, hopper).why,
-            "device is CUDA (sm_90): no GPU kernel converts out: leave out_dtype out of the call, "
-            "or pass tensors in the memory of the CPU");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

@@ -196,6 +196,28 @@ TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   EXPECT_EQ(forward(options, gpu_with(90)).form, Form::general);
 }
 
+// Where the tensor cores have no kernel, `why` has the reasons of their families.
+TEST(PlannerCuda, OtherOutputsAreServed) {
+  const Device device = gpu_with(90);
+  const auto expect = [&](const Request& request, const char* family, const char* reason) {
+    const Decision decision = plan(request, device);
+    ASSERT_NE(decision.family, nullptr);
+    EXPECT_STREQ(decision.family->name, family);
+    const std::string why = explain(decision, request, device);
+    EXPECT_NE(why.find(reason), std::string::npos) << why;
+  };
+  Problem wide = problem(TILEWISE_BFLOAT16);
+  wide.out_dtype = TILEWISE_OUT_FLOAT32;
+  const Gradients g = gradients(wide);
+  expect(wide, "cuda.simt", "it has no out in float32 beside q of 16 bits");
+  expect(Request(wide, g), "cuda.simt", "it has no out in float32 beside q of 16 bits");
+  float logits[1];
+  Problem with_logits = problem(TILEWISE_BFLOAT16);
+  with_logits.max_logits = logits;
+  expect(with_logits, "cuda.simt", "it writes no max_logits");
+  expect(Request(with_logits, g), "cuda.wgmma", "");
+}
+
 // Short sequences, in the backward only causal ones, use the small tiles.
 TEST(PlannerCuda, WgmmaTileSizeDependsOnRows) {
   const Device device = gpu_with(90);

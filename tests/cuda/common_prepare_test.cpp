@@ -1,6 +1,7 @@
 // The order, the cleared rows and the tables that the prepare kernel writes, for random metadata.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -215,17 +216,22 @@ TYPED_TEST(CommonClear, BackwardClearsRowsAndKeysNotInUse) {
   }
 }
 
-TEST(CommonPrepare, FillsWithZeros) {
-  for (const int64_t bytes : {1, 15, 16, 17, 4096, 100001}) {
-    std::vector<std::max_align_t> memory(static_cast<size_t>(bytes) / 16 + 4);
-    auto* const data = reinterpret_cast<unsigned char*>(memory.data());
-    const size_t size = memory.size() * sizeof(memory[0]);
-    std::memset(data, 0x5a, size);
-    common::PrepareParams params;
-    params.fills[1] = {data, bytes};
-    run(params);
-    for (size_t i = 0; i < size; ++i)
-      ASSERT_EQ(data[i], static_cast<int64_t>(i) < bytes ? 0 : 0x5a) << i << " of " << bytes;
+TEST(CommonPrepare, FillsWords) {
+  constexpr uint32_t kBefore = 0x5a5a5a5au;
+  for (const uint32_t word : {0u, 0xff800000u}) {
+    for (const size_t count : {1, 3, 4, 5, 1024, 25003}) {
+      for (const size_t first : {0, 1, 4}) {  // words after the start of a 16-byte unit
+        std::vector<std::max_align_t> memory(count / 4 + 4);
+        auto* const words = reinterpret_cast<uint32_t*>(memory.data());
+        const size_t size = memory.size() * sizeof(memory[0]) / sizeof(word);
+        std::fill_n(words, size, kBefore);
+        common::PrepareParams params;
+        params.fills[1] = {words + first, static_cast<int64_t>(count * sizeof(word)), word};
+        run(params);
+        for (size_t i = 0; i < size; ++i)
+          ASSERT_EQ(words[i], i >= first && i < first + count ? word : kBefore) << i << count;
+      }
+    }
   }
 }
 

@@ -77,7 +77,7 @@ def attention_with_kvcache(
         batch_invariant: Compute each sequence as without the others.
         k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
         v_descale: The same for values.
-        return_max_logits: Whether max_logits is returned, on CPUs only.
+        return_max_logits: Whether max_logits is returned.
 
     Returns:
         out [B, Sq, Hq, Dv] in the dtype of q, the same on all ranks; with return_lse also lse,

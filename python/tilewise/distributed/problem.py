@@ -181,7 +181,7 @@ def prepare(
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
         _check_mask(request.mask, tensors[0], tensors[0].shape[0])
-        _check_max_logits(request.return_max_logits, tensors[0])
+        _check.flag("return_max_logits", request.return_max_logits)
         same = _same(local[0], request, (options.window_left, options.window_right), False)
         same |= {
             "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
@@ -245,7 +245,7 @@ def prepare_varlen(
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)
         _check_mask(request.mask, tensors[0], batch)
-        _check_max_logits(request.return_max_logits, tensors[0])
+        _check.flag("return_max_logits", request.return_max_logits)
         bias = _packed_bias(bias, tensors[0], starts)
         cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
@@ -310,14 +310,6 @@ def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
         return
     _mask_tensors.refuse_on_gpu(q)  # an error of the kernels would leave messages in flight
     _mask_tensors.with_mask(Options(), q, batch, mask, None)
-
-
-def _check_max_logits(wanted: Any, q: Tensor) -> None:
-    if _check.flag("return_max_logits", wanted) and q.device.type != "cpu":
-        raise RuntimeError(  # an error of the kernels would leave messages in flight
-            f"return_max_logits is True with q on {q.device}, but only CPUs compute the largest "
-            "logits so far: only False is allowed on a GPU"
-        )
 
 
 def _mask_of(request: Request) -> WholeMask | None:

@@ -39,7 +39,7 @@ class TilewiseAttention(MegatronModule):
     The arguments are those of Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. It
     follows these options of the configuration: attention_dropout, window_size and
     window_attn_skip_freq, softmax_type, deterministic_mode, batch_invariant_mode, qk_clip and
-    log_max_attention_logit (on CPUs).
+    log_max_attention_logit.
 
     Attributes:
         current_max_attn_logits: float32 [heads], the largest logits since Megatron last set it to

@@ -95,8 +95,8 @@ TILEWISE_DEVICE bool is_aligned(const void* p, int64_t bytes) {
 }
 
 // The dot product of two rows, computed by a warp.
-template <class T>
-TILEWISE_DEVICE float dot_of_warp(const T* a, const T* b, int64_t columns) {
+template <class A, class B>
+TILEWISE_DEVICE float dot_of_warp(const A* a, const B* b, int64_t columns) {
   float sum = 0.0f;
   for (int64_t i = ptx::lane_index(); i < columns; i += ptx::kWarpSize)
     sum = ptx::fma(to_float(a[i]), to_float(b[i]), sum);

@@ -70,11 +70,17 @@ struct CombinedRow {
 // Recomputes a row whose splits must not be combined (combine_is_inexact). The call must be the
 // last thing that a warp does: whatever is live across a call lies in local memory, on the usual
 // path as well. (H200, 24 sequences of 8k keys, 16/1 heads: 33 -> 37 us.)
+// T: storage of out. An out of float32 may be that of 16-bit queries.
 template <class T>
 TILEWISE_COLD void recompute_row(const ForwardParams& params, int64_t batch, int64_t row,
                                  int64_t head) {
   const Problem& p = params.problem;
   const Sequence s = sequence_of(p, batch);
+  if constexpr (sizeof(T) == 4) {
+    if (p.dtype == TILEWISE_FLOAT16) return write_exact_row<Half, Form::general>(p, s, row, head);
+    if (p.dtype == TILEWISE_BFLOAT16)
+      return write_exact_row<BFloat16, Form::general>(p, s, row, head);
+  }
   write_exact_row<T, Form::general>(p, s, row, head);
 }
 

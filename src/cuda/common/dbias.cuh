@@ -11,6 +11,7 @@
 #include "attention/schedule.h"
 #include "cuda/common/block.h"
 #include "cuda/common/dbias.h"
+#include "cuda/common/out.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/element.h"
 
@@ -150,11 +151,11 @@ struct Dbias {
       float row_delta = 0.0f;
       float row_lse_low = 0.0f;
       if (row < rows.end) {
-        row_delta = dot_of_warp(
-            static_cast<const T*>(p.out.data) + s.row_offset(p.out, row) + head * p.out.stride_head,
-            static_cast<const T*>(g.dout.data) + s.row_offset(g.dout, row) +
-                head * g.dout.stride_head,
-            p.head_dim_v);
+        const T* const dout = static_cast<const T*>(g.dout.data) + s.row_offset(g.dout, row) +
+                              head * g.dout.stride_head;
+        row_delta =
+            with_out<T>(p, s.row_offset(p.out, row) + head * p.out.stride_head,
+                        [&](const auto* out) { return dot_of_warp(out, dout, p.head_dim_v); });
         if (g.dlse != nullptr)
           row_delta -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
         const int64_t at_row = s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;

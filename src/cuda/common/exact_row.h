@@ -10,12 +10,14 @@
 #include "base/float8.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine_weights.h"
+#include "cuda/common/out.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/form.h"
 
 namespace tilewise::cuda::common {
 
-// T: storage of q and out, K: of k and v. Form::plain has no softcap, ALiBi, bias or dropout.
+// T: storage of q, K: of k and v. Form::plain has no softcap, ALiBi, bias or dropout, and an out of
+// the type of q.
 template <class T, class K, Form kForm>
 class ExactRow {
  public:
@@ -70,19 +72,29 @@ class ExactRow {
     const float total = weight + exponential(sink_lse.above(base));
     const float factor =
         l == 0.0f ? 0.0f : weight / (total * l) * v_descale(p_, s_.batch, kv_head_);
-    T* const out =
-        static_cast<T*>(p_.out.data) + s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const int64_t column = first_column_ + i * ptx::kWarpSize;
-      if (column < p_.head_dim_v) out[column] = rounded<T>(o_[i] * factor);
-    }
+    write_out(factor);
     if (p_.lse == nullptr || first_column_ != 0) return;
     LogSum sum;
     if (total != 0.0f) sum = LogSum::of(base.lse, ptx::log_accurate(total), base.low);
     const int64_t at = s_.lse_offset(p_.lse_stride_batch, row_) + head_ * p_.lse_stride_head;
     p_.lse[at] = sum.lse;
     if (p_.lse_low != nullptr) p_.lse_low[at] = sum.low;
+  }
+
+  TILEWISE_DEVICE void write_out(float factor) const {
+    const auto write = [&](auto* out) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const int64_t column = first_column_ + i * ptx::kWarpSize;
+        if (column < p_.head_dim_v)
+          out[column] = rounded<std::remove_reference_t<decltype(*out)>>(o_[i] * factor);
+      }
+    };
+    const int64_t at = s_.row_offset(p_.out, row_) + head_ * p_.out.stride_head;
+    if constexpr (kForm == Form::general)
+      with_out<T>(p_, at, write);
+    else
+      write(static_cast<T*>(p_.out.data) + at);
   }
 
   // Continues the online softmax with up to 32 keys, one per lane.

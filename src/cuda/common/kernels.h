@@ -11,7 +11,7 @@
 
 namespace tilewise::cuda::common {
 
-// The kernels of one element type.
+// The kernels of one element type: of out those that combine, of q the others.
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_chunks;

@@ -3,8 +3,8 @@
 // Grid: set_grid(params) CTAs of kPrepareThreads threads. CTA 0, if has_first_block(params), checks
 // and copies index arrays (CopyIndices) and sorts the sequences (Order). The other CTAs write what
 // no main kernel writes (Clear): 0 into unused rows of out, dq, dk and dv, -inf into their lse, NaN
-// where index entries are invalid, and zeros into the workspace. The kernel reads index arrays
-// only.
+// where index entries are invalid, zeros into the workspace, and -inf into max_logits. The kernel
+// reads index arrays only.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -137,15 +137,14 @@ static_assert(kCheckThreads == kPrepareThreads);
 
 // A warp sets one row of all heads to 0 or NaN.
 struct RowFill {
-  int32_t dtype;
   bool with_nan;
 
   TILEWISE_DEVICE void fill(const ClearTask& task, const RowLocation& location) const {
     if (task.view.data == nullptr) return;
-    const int64_t size = dtype == TILEWISE_FLOAT32 ? 4 : 2;
-    const uint32_t nan = dtype == TILEWISE_FLOAT32   ? 0x7fc00000u
-                         : dtype == TILEWISE_FLOAT16 ? 0x7e007e00u
-                                                     : 0x7fc07fc0u;
+    const int64_t size = element_bytes(task.dtype);
+    const uint32_t nan = task.dtype == TILEWISE_FLOAT32   ? 0x7fc00000u
+                         : task.dtype == TILEWISE_FLOAT16 ? 0x7e007e00u
+                                                          : 0x7fc07fc0u;
     const uint32_t word = with_nan ? nan : 0;
     char* const first = static_cast<char*>(task.view.data) + location.offset(task.view) * size;
     const int64_t bytes = task.columns * size;
@@ -199,7 +198,7 @@ struct CopyIndices {
   }
 
   TILEWISE_DEVICE void fill_with_nan(int64_t b) const {
-    const RowFill nan{p.dtype, true};
+    const RowFill nan{true};
     const Sequence s = sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
       nan.fill(params.rows, {b, i, s.batch_index, s.first_row + i, true, true});
@@ -314,7 +313,7 @@ struct Clear {
     each_unused(
         first, total_rows(p), [&](int64_t i) { return locate_row(p, i); },
         [&](const RowLocation& location, bool with_nan) {
-          RowFill{p.dtype, with_nan}.fill(params.rows, location);
+          RowFill{with_nan}.fill(params.rows, location);
           if (params.lse == nullptr) return;
           const int64_t first_head = location.batch_index * params.lse_stride_batch + location.row;
           const float value = with_nan ? ptx::float_of(0x7fc00000u) : params.unused_lse;
@@ -343,20 +342,22 @@ struct Clear {
     each_unused(
         first, gradient_keys(p), [&](int64_t i) { return locate_key(p, i); },
         [&](const RowLocation& location, bool with_nan) {
-          RowFill{p.dtype, with_nan}.fill(dk, location);
-          RowFill{p.dtype, with_nan}.fill(dv, location);
+          RowFill{with_nan}.fill(dk, location);
+          RowFill{with_nan}.fill(dv, location);
         });
   }
 
   TILEWISE_DEVICE void fill(const FillTask& task) const {
-    char* const data = static_cast<char*>(task.data);
-    const int64_t step = warps * ptx::kWarpSize * 16;
-    for (int64_t i = (warp * ptx::kWarpSize + ptx::lane_index()) * 16; i < task.bytes; i += step) {
-      const uint32_t zeros[4] = {0, 0, 0, 0};
-      if (i + 16 <= task.bytes)
-        ptx::st_global_v4_b32(data + i, zeros);
+    auto* const words = static_cast<uint32_t*>(task.data);
+    const int64_t count = task.bytes / 4;
+    const bool aligned = is_aligned(words, 16);
+    const int64_t step = warps * ptx::kWarpSize * 4;
+    for (int64_t i = (warp * ptx::kWarpSize + ptx::lane_index()) * 4; i < count; i += step) {
+      const uint32_t four[4] = {task.word, task.word, task.word, task.word};
+      if (aligned && i + 4 <= count)
+        ptx::st_global_v4_b32(words + i, four);
       else
-        for (int64_t j = i; j < task.bytes; ++j) data[j] = 0;
+        for (int64_t j = i; j < min(i + 4, count); ++j) words[j] = task.word;
     }
   }
 

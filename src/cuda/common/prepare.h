@@ -2,6 +2,7 @@
 // arrays, writes the rows and keys that no main kernel writes, and zeroes parts of the workspace.
 #pragma once
 
+#include "attention/dtypes.h"
 #include "attention/online_softmax.h"
 #include "cuda/params.h"
 #include "cuda/tile_order.h"
@@ -89,12 +90,14 @@ struct ClearTask {
   tilewise_tensor view{};
   int64_t heads = 0;
   int64_t columns = 0;
+  int32_t dtype = 0;
 };
 
-// Bytes to zero, 16-byte aligned. Null data: none.
+// Memory to fill with copies of a 32-bit word, whole words. Null data: none.
 struct FillTask {
   void* data = nullptr;
   int64_t bytes = 0;
+  uint32_t word = 0;
 };
 
 struct PrepareParams {
@@ -135,12 +138,16 @@ TILEWISE_FN int64_t gradient_keys(const Problem& p) {
   return p.cu_seqlens_k != nullptr ? p.seqlen_k : p.kv_batch * p.seqlen_k;
 }
 
-// The clearing that a forward needs; the caller adds `order` and `fills`.
+// The clearing that a forward needs; the caller adds `order` and the first of `fills`.
 inline PrepareParams prepare_forward(const Problem& p) {
   PrepareParams params;
   params.problem = p;
+  if (p.max_logits != nullptr) {
+    constexpr uint32_t kMinusInfinityBits = 0xff800000u;
+    params.fills[1] = {p.max_logits, p.batch * p.heads_q * 4, kMinusInfinityBits};
+  }
   if (!may_have_unused_rows(p)) return params;
-  params.rows = {p.out, p.heads_q, p.head_dim_v};
+  params.rows = {p.out, p.heads_q, p.head_dim_v, dtypes_of(p).out};
   params.lse = p.lse;
   params.lse_low = p.lse_low;
   params.lse_stride_batch = p.lse_stride_batch;
@@ -153,7 +160,7 @@ inline PrepareParams prepare_jvp(const Problem& p, const Tangents& t) {
   PrepareParams params;
   params.problem = p;
   if (!may_have_unused_rows(p)) return params;
-  params.rows = {t.out, p.heads_q, p.head_dim_v};
+  params.rows = {t.out, p.heads_q, p.head_dim_v, dtypes_of(p).out};
   params.lse = t.lse;
   params.lse_stride_batch = t.lse_stride_batch;
   params.lse_stride_head = t.lse_stride_head;
@@ -167,10 +174,11 @@ inline PrepareParams prepare_backward(const Problem& p, const Gradients& g) {
   params.gradients = g;
   // Any index array may have an invalid entry: the gradients that it concerns then become NaN.
   const bool has_arrays = !has_uniform_sequences(p);
-  if (has_arrays) params.rows = {g.dq, p.heads_q, p.head_dim};
+  const Dtypes dtypes = dtypes_of(p);
+  if (has_arrays) params.rows = {g.dq, p.heads_q, p.head_dim, dtypes.q};
   if (has_arrays || may_have_unused_keys(p)) {
-    params.keys[0] = {g.dk, p.heads_kv, p.head_dim};
-    params.keys[1] = {g.dv, p.heads_kv, p.head_dim_v};
+    params.keys[0] = {g.dk, p.heads_kv, p.head_dim, dtypes.kv};
+    params.keys[1] = {g.dv, p.heads_kv, p.head_dim_v, dtypes.kv};
   }
   return params;
 }

@@ -9,21 +9,22 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/block.h"
+#include "cuda/common/out.h"
 #include "cuda/common/row_location.h"
 #include "cuda/common/scalar_gradients.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
 
-// delta = do.o - dlse of one row, computed by a warp.
+// delta = do.o - dlse of one row, computed by a warp. T: storage of dout.
 template <class T>
 TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g,
                                     const RowLocation& location, int64_t head) {
-  const T* const out =
-      static_cast<const T*>(p.out.data) + location.offset(p.out) + head * p.out.stride_head;
   const T* const dout =
       static_cast<const T*>(g.dout.data) + location.offset(g.dout) + head * g.dout.stride_head;
-  const float delta = dot_of_warp(out, dout, p.head_dim_v);
+  const float delta =
+      with_out<T>(p, location.offset(p.out) + head * p.out.stride_head,
+                  [&](const auto* out) { return dot_of_warp(out, dout, p.head_dim_v); });
   if (g.dlse == nullptr) return delta;
   return delta - g.dlse[location.batch_index * g.dlse_stride_batch + location.row +
                         head * g.dlse_stride_head];

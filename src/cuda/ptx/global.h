@@ -29,6 +29,21 @@ TILEWISE_DEVICE void red_add_f32(float* p, float x) { emulator::red_add_f32(p, x
 TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
   emulator::red_add_v4_f32(p, x);
 }
+// red.global.max and red.global.min.
+TILEWISE_DEVICE void red_max_s32(void* p, int32_t x) {
+  auto* const to = static_cast<int32_t*>(p);
+  int32_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (old < x &&
+         !__atomic_compare_exchange_n(to, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+TILEWISE_DEVICE void red_min_u32(void* p, uint32_t x) {
+  auto* const to = static_cast<uint32_t*>(p);
+  uint32_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (old > x &&
+         !__atomic_compare_exchange_n(to, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
 // ld.acquire.gpu, st.release.gpu and red.release.gpu.add: flags that CTAs set and wait for.
 TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) { return emulator::ld_acquire(p); }
 TILEWISE_DEVICE void st_release(int32_t* p, int32_t x) { emulator::st_release(p, x); }
@@ -77,6 +92,12 @@ TILEWISE_DEVICE void red_add_v4_f32(float* p, const float (&x)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
                : "memory");
+}
+TILEWISE_DEVICE void red_max_s32(void* p, int32_t x) {
+  asm volatile("red.global.max.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+TILEWISE_DEVICE void red_min_u32(void* p, uint32_t x) {
+  asm volatile("red.global.min.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 TILEWISE_DEVICE int32_t ld_acquire(const int32_t* p) {
   int32_t x;

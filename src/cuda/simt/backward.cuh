@@ -16,6 +16,7 @@
 // flagged; the grid may then have any size.
 #pragma once
 
+#include "cuda/common/out.h"
 #include "cuda/simt/recompute_tiles.h"
 
 namespace tilewise::cuda::simt {
@@ -27,21 +28,22 @@ TILEWISE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// delta = do.o - dlse of one row, computed by a warp. With it dS = P (dP - delta) accounts for the
-// gradients of both out and lse.
+// delta = do.o - dlse of one row, computed by a warp; T is the storage of dout. With it dS = P (dP
+// - delta) accounts for the gradients of both out and lse.
 template <class T>
 TILEWISE_DEVICE float row_delta(const BackwardParams& params, int64_t row, int64_t head) {
   const Problem& p = params.problem;
   const Gradients& g = params.gradients;
   const Sequence& s = shared().sequence;
-  const T* const o =
-      static_cast<const T*>(p.out.data) + s.row_offset(p.out, row) + head * p.out.stride_head;
   const T* const d =
       static_cast<const T*>(g.dout.data) + s.row_offset(g.dout, row) + head * g.dout.stride_head;
-  float sum = 0.0f;
-  for (int c = ptx::lane_index(); c < p.head_dim_v; c += ptx::kWarpSize)
-    sum += to_float(o[c]) * to_float(d[c]);
-  sum = warp_sum(sum);
+  float sum =
+      with_out<T>(p, s.row_offset(p.out, row) + head * p.out.stride_head, [&](const auto* o) {
+        float products = 0.0f;
+        for (int c = ptx::lane_index(); c < p.head_dim_v; c += ptx::kWarpSize)
+          products += to_float(o[c]) * to_float(d[c]);
+        return warp_sum(products);
+      });
   if (g.dlse != nullptr)
     sum -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
   return sum;

@@ -12,7 +12,8 @@ int32_t table(const Gpu&) { return kTables.front().number; }
 WhyNot why_not(const Request& request, const Gpu&) {
   if (request.problem.mask != nullptr)
     return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
-  return why_cpu_only(request);
+  if (request.is(Pass::jvp) || request.is(Pass::second)) return why_no_other_out(request);
+  return {};
 }
 
 // The kernels are compiled per element type of q; float8 keys are an option of them.

@@ -7,10 +7,13 @@
 // Grid: a CTA per work tile of params.order, or, with params.flags, any number of CTAs that compute
 // the flagged tiles again. A CTA computes a tile of packed query rows over one split of the keys,
 // kTile rows at a time. Thread (y, x) holds a 4x4 block of S and the same rows of O. Reads q, k, v,
-// bias, sinks and the index arrays; writes out and lse, or partial_out and partial_lse.
+// bias, sinks and the index arrays; writes out and lse, or partial_out and partial_lse, and raises
+// max_logits.
 #pragma once
 
 #include "cuda/common/forward_results.h"
+#include "cuda/common/max_logits.h"
+#include "cuda/common/out.h"
 #include "cuda/common/report.h"
 #include "cuda/simt/recompute_tiles.h"
 
@@ -44,6 +47,29 @@ struct Forward {
     for (int i = 0; i < 4; ++i) {
       m[i] = kMinusInfinity;
       l[i] = 0.0f;
+      if (thread.x == 0) shared().max_logit[thread.y * 4 + i] = kMinusInfinity;
+    }
+  }
+
+  // Raises Shared::max_logit of the rows to the largest scale * q.k of a pair that is visible.
+  // These are the products before every other score modification, and NaN where one of them is.
+  // The loop takes them from shared memory and is not unrolled, so that it needs few registers.
+  TILEWISE_DEVICE void track_max_logits(const Block& product, int64_t first_key) const {
+    const auto products = ThreadWeights<true>::of(thread);
+    products.store(product);
+    const Visible visible = Visible::of(thread, first_key);
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const int r = thread.y * 4 + i;
+      float highest = kMinusInfinity;
+      for (int j = 0; j < 4; ++j) {
+        if (visible.sees(4 * i + j))
+          highest =
+              larger_logit(highest, ptx::mul(products.at(i, j), shared().score_mod.score.scale));
+      }
+      for (int lanes = 1; lanes < 16; lanes *= 2)
+        highest = larger_logit(highest, ptx::shuffle_xor(highest, lanes));
+      if (thread.x == 0) shared().max_logit[r] = larger_logit(shared().max_logit[r], highest);
     }
   }
 
@@ -120,6 +146,7 @@ struct Forward {
     Block weight;
     row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
+    if (p.max_logits != nullptr) track_max_logits(weight, first_key);
     finish_scores(weight, first_key, now.masked);
     softmax(weight);
     const auto weights = ThreadWeights<true>::of(thread);
@@ -161,6 +188,9 @@ struct Forward {
       const Sequence& s = shared().sequence;
       const int64_t row = shared().row[r];
       const int64_t head = shared().head[r];
+      if (p.max_logits != nullptr && thread.x == 0)
+        raise_max_logit(p.max_logits + s.batch * p.heads_q + head,
+                        fits ? shared().max_logit[r] : normal.l);
       float factor = v_descale(p, s.batch, shared().kv_head);
       if (p.sinks != nullptr && shared().splits == 1) factor *= normal.add_sink(p.sinks[head]);
       const float inverse = normal.l == 0.0f ? 0.0f : factor / normal.l;
@@ -175,7 +205,7 @@ struct Forward {
       } else {
         if (thread.x == 0)
           store_log_sum(p, s.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head, sum);
-        write_row(static_cast<T*>(p.out.data) + shared().out[r], i, inverse);
+        with_out<T>(p, shared().out[r], [&](auto* out) { write_row(out, i, inverse); });
       }
     }
   }

@@ -49,6 +49,7 @@ struct Shared {
   int64_t row[kTile];
   int32_t head[kTile];
   RowScoreMod row_score_mod[kTile];
+  float max_logit[kTile];  // forward: written and read by the threads of column 0 alone
   // Backward: lse, the remainder that its rounding to fp32 left, and delta.
   float lse[kTile];
   float lse_low[kTile];
@@ -119,25 +120,25 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
       key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
-// Visibility inside a thread's 4x4 block: row i sees the keys j of the block with begin[i] <= j <
-// end[i].
+// Visibility inside a thread's 4x4 block: bit 4 i + j says whether row i sees key j.
 struct Visible {
-  int32_t begin[4];
-  int32_t end[4];
+  uint32_t bits;
 
   TILEWISE_DEVICE static Visible of(const ThreadPosition& thread, int64_t first_key) {
     const Shared& from = shared();
     const int64_t block_key = first_key + thread.x * 4;
-    Visible v;
+    Visible v = {0};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = thread.y * 4 + i;
-      v.begin[i] = static_cast<int32_t>(clamp(from.first_key[r] - block_key, 0, 4));
-      v.end[i] = static_cast<int32_t>(clamp(from.end_key[r] - block_key, 0, 4));
+      const auto begin = static_cast<uint32_t>(clamp(from.first_key[r] - block_key, 0, 4));
+      const auto end = static_cast<uint32_t>(clamp(from.end_key[r] - block_key, 0, 4));
+      v.bits |= (((1u << end) - 1) & ~((1u << begin) - 1)) << (4 * i);
     }
     return v;
   }
-  TILEWISE_DEVICE bool sees(int i, int j) const { return j >= begin[i] && j < end[i]; }
+  TILEWISE_DEVICE bool sees(int i, int j) const { return sees(4 * i + j); }
+  TILEWISE_DEVICE bool sees(int element) const { return (bits >> element & 1u) != 0; }
 };
 
 // A thread's own 4x4 block of the weights in shared memory, stored as [key][row] (kKeysFirst) or as

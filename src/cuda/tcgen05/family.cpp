@@ -21,8 +21,9 @@ bool has_few_rows(const Problem& p) {
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
-  if (const WhyNot why = why_cpu_only(request)) return why;
   if (const WhyNot why = why_no_mask(request)) return why;
+  if (const WhyNot why = why_no_max_logits(request)) return why;
+  if (const WhyNot why = why_no_other_out(request)) return why;
   if (has_few_rows(p))
     return {.text = "needs more rows: its tiles have 256 rows of one head",
             .would_be_faster = false};

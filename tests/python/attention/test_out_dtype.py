@@ -31,12 +31,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def only_cpu(device):
-    if device.name != "cpu":
-        pytest.skip("no GPU kernel converts out")
-
-
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(x).float().to(DTYPES[dtype]).double().numpy()
 
@@ -54,7 +48,7 @@ def test_rounded_it_is_out_in_the_dtype_of_q(name, dtype):
             )
         assert np.array_equal(rounded(wide.out, dtype), narrow.out), (target, name)
         assert np.array_equal(wide.lse, narrow.lse) and wide.kernels == narrow.kernels
-        if narrow.out.any():
+        if narrow.out.any() and name != "huge":  # there a row may have the weight 1 and be exact
             assert not np.array_equal(wide.out, narrow.out), (target, name)
 
 

@@ -19,12 +19,6 @@ SATURATED = Case(rows=(2,), keys=(2,), dtype="fp16", head_dim=96, head_dim_v=96,
 SUBNORMAL = 2.0**-24  # distance of the smallest numbers of fp16
 
 
-@pytest.fixture(autouse=True)
-def only_cpu(device):
-    if device.name != "cpu":
-        pytest.skip("no GPU kernel keeps out in float32")
-
-
 def error(b: Built, precise: bool, **options) -> float:
     """The error of dq and dk, relative to the largest exact one, beyond what fp16 can hold and what
     rounding the terms of delta to fp32 costs.
