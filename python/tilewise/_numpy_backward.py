@@ -107,15 +107,16 @@ class GradientArrays:
         self.dsinks: Array | None = None
         if bias is not None:
             self.dbias = np.empty(bias.shape, dtype=np.float32)
-            g.dbias = self.dbias.ctypes.data
-            strides = _describe.bias_strides(_numpy.view(self.dbias))
+            dbias = _numpy.view(self.dbias)
+            g.dbias = dbias.pointer
+            strides = _describe.bias_strides(dbias)
             g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
             g.dbias_rows, g.dbias_keys = bias.shape[2:]
         if "sinks" in problem.arrays:
             self.dsinks = np.empty(a.heads_q, dtype=np.float32)
-            g.dsinks = self.dsinks.ctypes.data
+            g.dsinks = _numpy.view(self.dsinks).pointer
         self.dscale = np.empty(1, dtype=np.float32)
-        g.dscale = self.dscale.ctypes.data
+        g.dscale = _numpy.view(self.dscale).pointer
 
     def set_dlse(self, dlse: View) -> None:
         """Stores the incoming gradient of lse, which the caller keeps alive."""

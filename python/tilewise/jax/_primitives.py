@@ -34,12 +34,10 @@ SECOND = Primitive("tilewise_second")
 # kernel for it: it exists because JAX derives the reverse mode, which is SECOND, from it.
 JVP_OF_JVP = Primitive("tilewise_jvp_of_jvp")
 
-# JAX's platforms: the name by which XLA's registry knows each, the device of the C ABI, and the
-# passes that have a handler. Where there is none, planning refuses the pass.
-_PLATFORMS = {
-    "cpu": ("cpu", _abi.CPU, ("forward", "backward", "jvp", "second")),
-    "cuda": ("CUDA", _abi.CUDA, ("forward", "backward")),
-}
+# JAX's platforms: the name by which XLA's registry knows each, and the device of the C ABI.
+# Planning refuses a pass for which the device has no kernel.
+_PLATFORMS = {"cpu": ("cpu", _abi.CPU), "cuda": ("CUDA", _abi.CUDA)}
+_PASSES = ("forward", "backward", "jvp", "second")
 
 
 def bind(primitive: Primitive, problem: Problem, arrays: Arrays, wanted: Names) -> Arrays:
@@ -126,8 +124,8 @@ def _refuse_jvp_of_jvp(*_: Any, **__: Any) -> Any:
 
 def _register_targets() -> None:
     library = jax_adapter()
-    for platform, _, passes in _PLATFORMS.values():
-        for name in passes:
+    for platform, _ in _PLATFORMS.values():
+        for name in _PASSES:
             handler = getattr(library, f"tilewise_jax_{name}_{platform.lower()}")
             jax.ffi.register_ffi_target(
                 f"tilewise_{name}", jax.ffi.pycapsule(handler), platform=platform
@@ -167,7 +165,7 @@ def _define_kernel(primitive: Primitive) -> None:
     local.def_abstract_eval(_abstract)
     _lower_with_devices(primitive)
     mlir.register_lowering(primitive, functools.partial(_lower, local))
-    for platform, (_, device, _passes) in _PLATFORMS.items():
+    for platform, (_, device) in _PLATFORMS.items():
         rule = functools.partial(_lower_on_one_device, primitive.name, device)
         mlir.register_lowering(local, rule, platform=platform)
 

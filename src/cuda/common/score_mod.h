@@ -84,6 +84,13 @@ struct KeepFactors {
   }
 };
 
+// An element of the bias or of its tangent.
+TILEWISE_DEVICE float bias_value(const void* bias, int32_t dtype, int64_t offset) {
+  if (dtype == TILEWISE_FLOAT32) return static_cast<const float*>(bias)[offset];
+  const uint16_t bits = static_cast<const uint16_t*>(bias)[offset];
+  return dtype == TILEWISE_FLOAT16 ? to_float(Half{bits}) : to_float(BFloat16{bits});
+}
+
 struct ScoreMod {
   Score score;
   Dropout dropout;
@@ -108,9 +115,7 @@ struct ScoreMod {
   }
 
   TILEWISE_DEVICE float bias_at(int64_t offset) const {
-    if (bias_dtype == TILEWISE_FLOAT32) return static_cast<const float*>(bias)[offset];
-    const uint16_t bits = static_cast<const uint16_t*>(bias)[offset];
-    return bias_dtype == TILEWISE_FLOAT16 ? to_float(Half{bits}) : to_float(BFloat16{bits});
+    return bias_value(bias, bias_dtype, offset);
   }
 
   // Value and derivative of the score, in natural units, for `raw` = q.k. The row must see the key:

@@ -104,6 +104,7 @@ struct Backward {
   // before and after.
   TILEWISE_DEVICE void load_rows_of(const RowTile& tile) const {
     load_row_table(p, tile, g.dout, {0, shared().sequence.band.keys});
+    load_lse(p);
     if (computes_delta()) {
       for (int i = 0; i < kTile * ptx::kWarpSize / kThreads; ++i) {
         const int r = ptx::warp_index() * (kTile * ptx::kWarpSize / kThreads) + i;
@@ -119,17 +120,7 @@ struct Backward {
     if (t >= kTile || packed >= tile.packed.end) return;
     const int64_t row = tile.packing.row(packed);
     const int64_t head = tile.head0 + tile.packing.head(packed);
-    const int64_t at =
-        shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
-    shared().lse[t] = exponent_base(p.lse[at]);
-    shared().lse_low[t] = p.lse_low != nullptr ? p.lse_low[at] : 0.0f;
     if (!computes_delta()) shared().delta[t] = params.row_delta[delta_index(params, row, head)];
-  }
-
-  TILEWISE_DEVICE static float weight_of(float score, int r) {
-    const float exponent = (score - shared().lse[r]) - shared().lse_low[r];
-    // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
-    return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
   }
 
   // Turns S into P, times the derivative of the score if `derivative`; 0 where masked.

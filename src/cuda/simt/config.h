@@ -27,5 +27,6 @@ struct Config {
 //   forward.cuh   forward<Config>(ForwardParams)
 //   backward.cuh  backward_prepare<Config>, backward_keys<Config>, backward_rows<Config>
 //                 (BackwardParams)
+//   jvp.cuh       jvp<Config>(JvpParams), with kSharedBytesOfTangents (score_tangents.h)
 
 }  // namespace tilewise::cuda::simt

@@ -12,7 +12,7 @@ int32_t table(const Gpu&) { return kTables.front().number; }
 WhyNot why_not(const Request& request, const Gpu&) {
   if (request.problem.mask != nullptr)
     return {.text = "no GPU kernel reads a mask: bias with -inf for the hidden pairs is allowed"};
-  if (request.is(Pass::jvp) || request.is(Pass::second)) return why_no_other_out(request);
+  if (request.is(Pass::second)) return why_no_other_out(request);
   return {};
 }
 
@@ -96,7 +96,7 @@ constexpr FamilyRow kFamily = {
     .facts = {.name = "cuda.simt",
               .requires_ = "an NVIDIA GPU, sm_60",
               .dtypes = kFloatDtypes,
-              .passes = PassSet::of(Pass::forward, Pass::backward),
+              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp),
               .max_head_dim = kHeadDims.back()},
     .sm = {.first = 60},
     .table = table,

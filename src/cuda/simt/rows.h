@@ -50,7 +50,7 @@ struct Shared {
   int32_t head[kTile];
   RowScoreMod row_score_mod[kTile];
   float max_logit[kTile];  // forward: written and read by the threads of column 0 alone
-  // Backward: lse, the remainder that its rounding to fp32 left, and delta.
+  // Not in the forward: lse, the remainder that its rounding to fp32 left, and delta (backward).
   float lse[kTile];
   float lse_low[kTile];
   float delta[kTile];
@@ -106,6 +106,23 @@ TILEWISE_DEVICE void load_row_table(const Problem& p, const RowTile& tile,
   to.row[t] = row;
   to.head[t] = static_cast<int32_t>(head);
   to.row_score_mod[t] = ScoreMod::row(p, s, row, head);
+}
+
+// Adds lse to the table of rows, in the threads that filled it in.
+TILEWISE_DEVICE void load_lse(const Problem& p) {
+  const int t = ptx::thread_index();
+  if (t >= kTile || shared().q[t] == kUnused) return;
+  const int64_t at = shared().sequence.lse_offset(p.lse_stride_batch, shared().row[t]) +
+                     shared().head[t] * p.lse_stride_head;
+  shared().lse[t] = exponent_base(p.lse[at]);
+  shared().lse_low[t] = p.lse_low != nullptr ? p.lse_low[at] : 0.0f;
+}
+
+// The weight of a score of row r of the tile.
+TILEWISE_DEVICE float weight_of(float score, int r) {
+  const float exponent = (score - shared().lse[r]) - shared().lse_low[r];
+  // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
+  return ptx::exp2_accurate(exponent > 0.0f ? 0.0f : exponent * kLog2e);
 }
 
 // Fills in the table of the keys [first, first + kTile) of one head. The caller provides barriers.

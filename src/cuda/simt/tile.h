@@ -109,12 +109,11 @@ TILEWISE_DEVICE void add_product(Block& c, const float* a, const float* b) {
   }
 }
 
-// C = A B^T for the rows of two tensors: scores, or dP. `stage` has room for kTile * kRowStride
-// floats; it is overwritten only after all threads have called this function.
+// C += A B^T for the rows of two tensors. `stage` has room for kTile * kRowStride floats; it is
+// overwritten only after all threads have called this function.
 template <class A, class B>
-TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
+TILEWISE_DEVICE void add_row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
   float* const stage_b = stage + kChain * kRowStride;
-  clear(c);
   for (int column = 0; column < a.columns; column += kChain) {
     ptx::sync_block();
     load_transposed(stage, a, column);
@@ -122,6 +121,13 @@ TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, cons
     ptx::sync_block();
     add_product<false>(c, stage, stage_b);
   }
+}
+
+// C = A B^T likewise: scores, or dP.
+template <class A, class B>
+TILEWISE_DEVICE void row_products(Block& c, float* stage, const Rows<A>& a, const Rows<B>& b) {
+  clear(c);
+  add_row_products(c, stage, a, b);
 }
 
 // sums[g] += W^T B for columns [kTile g, kTile g + kTile) of B. W[kTile][kTile] lies in shared

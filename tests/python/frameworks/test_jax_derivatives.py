@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import tilewise
 import tilewise.jax as tj
 from jax_arrays import ON_GPU, close, random, same
+from tilewise import _abi, _describe
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="only CPUs compute these derivatives")
 
@@ -339,8 +340,18 @@ def test_refused_by_name(name):
         derive(lambda q: function(q, *x[1:3]), x[0])
 
 
-def test_gpus_are_refused_when_a_computation_is_lowered():
+def test_cuda_targets(monkeypatch):
+    """The calls for a GPU, as far as they can be made without one."""
+    planned = []
+
+    def plan(_library, a, *_others):
+        planned.append(a.device)
+        return type("Info", (), {"workspace_bytes": 64})
+
+    monkeypatch.setattr(_describe, "plan", plan)
     x, _ = problem()
-    traced = jax.jit(partial(jvp, lambda q: tj.attention(q, *x[1:3]))).trace(x[0])
-    with pytest.raises(NotImplementedError, match=r"tilewise: .*(CUDA|GPU)"):
-        traced.lower(lowering_platforms=("cuda",))
+    gradient = jax.grad(lambda q: (tj.attention(q, *x[1:3]) ** 2).sum())
+    product = jax.jit(lambda q: jax.jvp(gradient, (q,), (q,))[1])
+    text = product.trace(x[0]).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@tilewise_jvp" in text and "@tilewise_second" in text
+    assert set(planned) == {_abi.CUDA}

@@ -1,0 +1,186 @@
+// Tangents of out and lse (forward mode). lse is known, so there is no maximum to keep:
+//
+//   for each kTile keys:  P = e^(score_mod(Q K^T) - lse)   s' the tangents of the scores
+//                         W = P (s' - r)   u = u + rowsum W   O' = O' + dropout(W) V + dropout(P)
+//                         V'
+//   at the end:           lse' = r + u   out' = O' - u out
+//
+// The last line holds for every r, because the weights sum to 1. r is the mean of s' over the first
+// tile that a row sees: what the tangents of all keys share, such as the tangent of a time
+// embedding, then never enters W, whose rounding it would dominate.
+//
+// Grid: a CTA per work tile of params.order, as in the forward, with all keys of its rows. Products
+// whose tangent is absent are left out. Reads q, k, v, bias, sinks, out, lse, their tangents and
+// the index arrays; writes tangents.out and tangents.lse.
+#pragma once
+
+#include "cuda/simt/forward.cuh"
+#include "cuda/simt/score_tangents.h"
+
+namespace tilewise::cuda::simt {
+
+template <class C>
+struct Jvp {
+  using T = typename C::Storage;
+  using Scores = ScoreTangents<T, true>;
+
+  const Problem& p;
+  const Tangents& t;
+  const ThreadPosition thread;
+  const Scores scores;
+
+  Block o[C::kGroups];
+  float reference[4];      // r
+  uint32_t has_reference;  // bit i: that of row i has been found
+  float mean[4];           // u, summed over this thread's keys only
+
+  TILEWISE_DEVICE explicit Jvp(const JvpParams& params)
+      : p(params.problem),
+        t(params.tangents),
+        thread(ThreadPosition::of_this_thread()),
+        scores{p, t, thread} {}
+
+  TILEWISE_DEVICE void begin() {
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) clear(o[g]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reference[i] = mean[i] = 0.0f;
+    has_reference = 0;
+  }
+
+  // The sum over the threads that hold the other keys of the same rows.
+  TILEWISE_DEVICE static float row_sum(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < 16; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+    return x;
+  }
+
+  // Sets r of the rows that see keys for the first time.
+  TILEWISE_DEVICE void set_references(const Block& weight, const Block& tangent) {
+    if (!ptx::any(has_reference != 0xf)) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float total = 0.0f;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        total += weight[i][j];
+        sum += weight[i][j] * tangent[i][j];
+      }
+      total = row_sum(total);
+      sum = row_sum(sum);
+      if ((has_reference >> i & 1) != 0 || !(total > 0.0f)) continue;
+      reference[i] = sum / total;
+      has_reference |= 1u << i;
+    }
+  }
+
+  // O' = O' + dropout(weight) B. All threads have read Shared::weights before.
+  TILEWISE_DEVICE void add(const Block& weight, const Rows<T>& b, const Step& now) {
+    const auto weights = ThreadWeights<true>::of(thread);
+    weights.store(weight);
+    if (shared().score_mod.dropout.on()) weights.apply_dropout(thread, now.first_key);
+    add_weighted(o, shared().weights, shared().stage, b, now.masked);
+  }
+
+  TILEWISE_DEVICE void step(int64_t first_key) {
+    const Step now = Step::of(p, first_key);
+    ptx::sync_block();  // the key table of the previous step has been read
+    load_key_table(p, first_key);
+    scores.load_key_table(first_key);
+    Block weight;
+    Block tangent;
+    scores.products(weight, tangent);
+    scores.weigh(weight, tangent, first_key);
+    if (scores.any()) {
+      set_references(weight, tangent);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          tangent[i][j] = weight[i][j] * (tangent[i][j] - reference[i]);
+          mean[i] += tangent[i][j];
+        }
+      }
+      add(tangent, Scores::rows_of(p.v, shared().v, p.head_dim_v), now);
+      if (t.v.data != nullptr) ptx::sync_block();
+    }
+    if (t.v.data != nullptr)
+      add(weight, Scores::rows_of(t.v, shared_tangents().v_tangent, p.head_dim_v), now);
+  }
+
+  // The sink is a key without a value. Returns its share of u.
+  TILEWISE_DEVICE float sink_share(int i, int64_t row, int64_t head) const {
+    if (p.sinks == nullptr || p.sinks[head] == kMinusInfinity) return 0.0f;
+    const int64_t at =
+        shared().sequence.lse_offset(p.lse_stride_batch, row) + head * p.lse_stride_head;
+    const LogSum sum{p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
+    const float weight = ptx::exp2_accurate(LogSum{p.sinks[head]}.above(sum) * kLog2e);
+    const float tangent = t.sinks != nullptr ? t.sinks[head] : 0.0f;
+    return weight * (tangent - reference[i]);
+  }
+
+  TILEWISE_DEVICE void finish() const {
+    const Sequence& s = shared().sequence;
+    const auto count = static_cast<int>(shared().tile.packed.size());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = row_sum(mean[i]);
+      const int r = thread.y * 4 + i;
+      if (r >= count) continue;
+      const int64_t row = shared().row[r];
+      const int64_t head = shared().head[r];
+      sum = s.fits ? sum + sink_share(i, row, head) : ptx::float_of(0x7fc00000u);
+      if (thread.x == 0 && t.lse != nullptr)
+        t.lse[s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head] =
+            reference[i] + sum;
+      const int64_t at = s.row_offset(t.out, row) + head * t.out.stride_head;
+      with_out<T>(p, shared().out[r], [&](auto* out) {
+        write_row(i, out, static_cast<decltype(out)>(t.out.data) + at, sum);
+      });
+    }
+  }
+
+  template <class Out>
+  TILEWISE_DEVICE void write_row(int i, const Out* out, Out* to, float sum) const {
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = g * kTile + thread.x * 4 + j;
+        if (column < p.head_dim_v)
+          to[column] = from_float<Out>(o[g][i][j] - to_float(out[column]) * sum);
+      }
+    }
+  }
+
+  TILEWISE_DEVICE void run(const RowTile& tile) {
+    const Band& band = shared().sequence.band;
+    const Range keys = band.keys_of_any(tile.rows());
+    load_row_table(p, tile, p.out, {0, band.keys});
+    load_lse(p);
+    scores.load_row_table();
+    ptx::sync_block();
+    begin();
+    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) step(key);
+    finish();
+  }
+};
+
+// Grid: the tiles of params.order, of kTile packed rows.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void jvp(TILEWISE_PARAMETER JvpParams params) {
+  ptx::griddepcontrol_wait();
+  const TileOrder::WorkTile work_tile = params.order.at(ptx::block_index());
+  if (work_tile.sequence < 0) return;
+  load_sequence(params.problem, work_tile.sequence);
+  const Band& band = shared().sequence.band;
+  const int64_t begin = int64_t{work_tile.tile} * kTile;
+  const int64_t end = min(begin + kTile, params.packing.packed(band.rows));
+  if (begin >= end) return;
+  find_faults(params, {0, band.keys});
+  Jvp<C>(params).run({params.packing, work_tile.head * params.packing.group, {begin, end}});
+}
+
+}  // namespace tilewise::cuda::simt
