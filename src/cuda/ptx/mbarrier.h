@@ -26,6 +26,11 @@ TILEWISE_DEVICE void mbarrier_arrive_expect_tx(SharedAddress barrier, int bytes)
 TILEWISE_DEVICE void mbarrier_wait_parity(SharedAddress barrier, int parity) {
   emulator::mbarrier_wait_parity(barrier, parity);
 }
+// The same, but a wait of more than `nanoseconds` executes `trap`: the launch fails, and the next
+// call of the CUDA runtime returns an error. The emulator reports a wait that cannot end.
+TILEWISE_DEVICE void mbarrier_wait_parity_or_trap(SharedAddress barrier, int parity, uint64_t) {
+  emulator::mbarrier_wait_parity(barrier, parity);
+}
 // fence.mbarrier_init: makes initialised barriers visible to asynchronous copies.
 TILEWISE_DEVICE void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
 // fence.proxy.async.shared::cta: orders this thread's loads and stores of shared memory before the
@@ -57,6 +62,19 @@ TILEWISE_DEVICE void mbarrier_wait_parity(SharedAddress barrier, int parity) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni end;\nbra.uni again;\nend:\n}" ::"r"(barrier),
       "r"(parity)
+      : "memory");
+}
+// The clock is read only if the first try fails, and that code is out of line.
+TILEWISE_DEVICE void mbarrier_wait_parity_or_trap(SharedAddress barrier, int parity,
+                                                  uint64_t nanoseconds) {
+  asm volatile(
+      "{\n.reg .pred done, late;\n.reg .u64 begin, waited;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni end;\nmov.u64 begin, %globaltimer;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni end;\nmov.u64 waited, %globaltimer;\nsub.u64 waited, waited, begin;\n"
+      "setp.gt.u64 late, waited, %2;\n@late trap;\nbra.uni again;\nend:\n}" ::"r"(barrier),
+      "r"(parity), "l"(nanoseconds)
       : "memory");
 }
 TILEWISE_DEVICE void fence_mbarrier_init() {

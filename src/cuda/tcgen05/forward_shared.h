@@ -9,6 +9,13 @@
 namespace tilewise::cuda::tcgen05 {
 
 struct Barrier : common::Barrier {
+  // Far longer than the work of a CTA, which takes milliseconds. No GPU has run these kernels: what
+  // the emulator cannot know should end in an error and not in a wait for ever.
+  static constexpr uint64_t kLongestWait = 2'000'000'000;  // nanoseconds
+
+  TILEWISE_DEVICE void wait(int parity) const {
+    ptx::mbarrier_wait_parity_or_trap(address, parity, kLongestWait);
+  }
   // One lane arrives for its warp.
   TILEWISE_DEVICE void arrive_as_warp() const {
     ptx::sync_warp();
