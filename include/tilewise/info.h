@@ -60,8 +60,24 @@ typedef struct tilewise_kernel_info {
   char requires_[96]; /* e.g. "AVX2, FMA and F16C" */
   int32_t jvp;
   int32_t second;
+  int32_t proved; /* 0: no GPU has proved its results; it is used only after tilewise_set_proof */
 } tilewise_kernel_info;
 TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info);
+
+/* Says that a family whose `proved` is 0 has proved itself on a GPU: from now on this process uses
+ * it there, for head dimensions of the given tiles. `tilewise doctor --prove` finds this out; the
+ * Python package passes on what it has recorded. TILEWISE_UNPROVED=1 uses such families without a
+ * proof, and TILEWISE_UNPROVED=0 never uses them. */
+typedef struct tilewise_proof {
+  uint32_t struct_size;
+  int32_t sm;              /* the GPU: tilewise_gpu_info.sm */
+  int32_t driver;          /* tilewise_cuda_versions; with another driver the proof does not hold */
+  int32_t head_dims_count; /* 0: withdraws an earlier proof */
+  const int32_t* head_dims; /* head dimensions of tiles for which the family is used */
+  const char* gpu_name;     /* tilewise_gpu_info.name */
+  const char* family;       /* tilewise_kernel_info.name: "cuda.tcgen05" */
+} tilewise_proof;
+TILEWISE_API tilewise_status tilewise_set_proof(const tilewise_proof* proof);
 
 /* GPU `index` of this machine, in CUDA's order. Without a GPU the status is TILEWISE_UNSUPPORTED
  * and the message includes the driver's reason. */

@@ -229,6 +229,7 @@ class KernelInfo(ctypes.Structure):
         ("requires_", c_char * 96),
         ("jvp", c_int32),
         ("second", c_int32),
+        ("proved", c_int32),
     ]
 
 
@@ -244,6 +245,18 @@ class GpuInfo(ctypes.Structure):
         ("plain_cores", c_int32),
         ("memory_bytes", c_int64),
         ("name", c_char * 128),
+    ]
+
+
+class Proof(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = [
+        ("struct_size", c_uint32),
+        ("sm", c_int32),
+        ("driver", c_int32),
+        ("head_dims_count", c_int32),
+        ("head_dims", POINTER(c_int32)),
+        ("gpu_name", c_char_p),
+        ("family", c_char_p),
     ]
 
 
@@ -299,6 +312,7 @@ def declare(library: ctypes.CDLL) -> None:
         "cpu_threads": (c_int32, []),
         "kernel": (c_int32, [c_int32, POINTER(KernelInfo)]),
         "gpu": (c_int32, [c_int32, POINTER(GpuInfo)]),
+        "set_proof": (c_int32, [POINTER(Proof)]),
         "cuda_code": (c_int32, [c_int32, POINTER(CudaCodeInfo)]),
         "cuda_versions": (None, [POINTER(c_int32), POINTER(c_int32)]),
         "last_index_error": (c_int32, [c_int32, POINTER(IndexFault)]),

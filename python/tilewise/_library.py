@@ -10,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from . import _abi
+from . import _abi, _proofs
 from ._requirements import PACKAGES, is_older
 
 DIRECTORY_VARIABLE = "TILEWISE_LIBRARY_DIR"
@@ -104,6 +104,7 @@ def c_library() -> ctypes.CDLL:
         raise _load_error(path, error) from None
     _check_abi(path, library)
     _abi.declare(library)
+    _proofs.pass_on(library, path)
     return library
 
 

@@ -14,6 +14,7 @@ namespace {
 // Row `index` of the support matrix in the C ABI: the families of the library, one row per dtype.
 struct Row {
   const FamilyFacts* facts;
+  bool proved;
   tilewise_device device;
   int32_t dtype;
   bool available;  // on the CPU or a GPU of this machine
@@ -29,13 +30,17 @@ bool runs_here(const cuda::FamilyRow& family) {
   return false;
 }
 
+bool is_proved(const cpu::FamilyRow&) { return true; }
+bool is_proved(const cuda::FamilyRow& family) { return family.proved; }
+
 Row matrix_row(int32_t index) {
   Row found{};
   int32_t row = 0;
   const auto visit = [&](const auto& family, tilewise_device device) {
     for (int32_t dtype = TILEWISE_FLOAT32; dtype <= TILEWISE_FLOAT8_E4M3; ++dtype) {
       if (!family.facts.dtypes.contains(dtype)) continue;
-      if (row++ == index) found = {&family.facts, device, dtype, runs_here(family)};
+      if (row++ == index)
+        found = {&family.facts, is_proved(family), device, dtype, runs_here(family)};
     }
   };
   for (const cpu::FamilyRow& family : dispatch::families().cpu)
@@ -57,6 +62,7 @@ tilewise_kernel_info describe(const Row& row) {
   info.jvp = facts.passes.contains(Pass::jvp) ? 1 : 0;
   info.second = facts.passes.contains(Pass::second) ? 1 : 0;
   info.available = row.available ? 1 : 0;
+  info.proved = row.proved ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", facts.name);
   const bool emulated = row.device == TILEWISE_CUDA && cuda::registry().emulated;
   std::snprintf(info.requires_, sizeof(info.requires_), "%s",

@@ -7,6 +7,7 @@
 #include "cuda/backend.h"
 #include "cuda/kernel_set.h"
 #include "dispatch/device.h"
+#include "dispatch/proofs.h"
 
 using namespace tilewise;
 
@@ -76,7 +77,35 @@ tilewise_index_error last_index_error(int32_t device_index) {
   return error;
 }
 
+void check_family(const std::string& name) {
+  std::string allowed;
+  for (const cuda::FamilyRow* row : dispatch::families().cuda) {
+    if (row->proved) continue;
+    if (row->facts.name == name) return;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(row->facts.name);
+  }
+  capi::refuse(TILEWISE_INVALID_ARGUMENT, "proof.family is \"", name,
+               "\": it must be a family that is not proved, of ", allowed);
+}
+
+void set_proof(const tilewise_proof& given) {
+  capi::require(given.family != nullptr, "proof.family is NULL: a name is needed");
+  capi::require(given.gpu_name != nullptr, "proof.gpu_name is NULL: a name is needed");
+  check_family(given.family);
+  capi::check_range("proof.head_dims_count", given.head_dims_count, 0, kMaxHeadDim);
+  capi::require(given.head_dims != nullptr || given.head_dims_count == 0,
+                "proof.head_dims is NULL: proof.head_dims_count is ", given.head_dims_count);
+  const std::vector<int32_t> head_dims(given.head_dims, given.head_dims + given.head_dims_count);
+  for (int32_t head_dim : head_dims) capi::check_range("proof.head_dims", head_dim, 1, kMaxHeadDim);
+  dispatch::set_proof({.gpu_name = given.gpu_name, .sm = given.sm, .driver = given.driver},
+                      {.family = given.family, .head_dims = head_dims});
+}
+
 }  // namespace
+
+tilewise_status tilewise_set_proof(const tilewise_proof* proof) {
+  return capi::guarded([&] { set_proof(capi::read_struct(proof, "proof")); });
+}
 
 tilewise_status tilewise_last_index_error(int32_t device_index, tilewise_index_error* error) {
   return capi::guarded([&] {

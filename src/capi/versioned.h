@@ -33,6 +33,8 @@ template <>
 inline constexpr uint32_t kFirstSize<tilewise_cuda_code_info> = 16;
 template <>
 inline constexpr uint32_t kFirstSize<tilewise_index_error> = 328;
+template <>
+inline constexpr uint32_t kFirstSize<tilewise_proof> = 40;
 
 // A larger struct_size is certainly an uninitialised field; reading that many bytes could leave the
 // caller's memory.

@@ -49,10 +49,17 @@ struct FamilyRow {
   const KernelSet* (*recompute_kernels)(const Request& request, const Target& target) = nullptr;
 
   // False: its results have been compared with exact ones on the emulator alone, and on no GPU. The
-  // planner takes it only where Gpu::takes_unproved.
+  // planner takes it only where Gpu::takes_unproved, or where a Gpu::proofs covers the tile.
   bool proved = true;
 
-  constexpr bool serves_on(const Gpu& gpu) const { return proved || gpu.takes_unproved; }
+  bool serves_on(const Gpu& gpu) const {
+    return proved || gpu.takes_unproved || gpu.proof_of(facts.name) != nullptr;
+  }
+  bool serves_tile_on(int32_t head_dim, const Gpu& gpu) const {
+    if (proved || gpu.takes_unproved) return true;
+    const Proof* proof = gpu.proof_of(facts.name);
+    return proof != nullptr && proof->covers(head_dim);
+  }
   constexpr bool is_of_one_generation() const { return sm.last != SmRange::kAnyLater; }
 };
 

@@ -3,9 +3,13 @@
 // block.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cuda/launch_list.h"
 #include "cuda/tensor_map.h"
@@ -32,6 +36,17 @@ struct Kernel {
   int32_t cluster_size = 1;  // CTAs per cluster, when the kernel itself is compiled with one
 };
 
+// A family that the library does not count as proved, but that has proved itself on a GPU: the
+// planner uses its tiles of these head dimensions there (tilewise_set_proof).
+struct Proof {
+  std::string family;
+  std::vector<int32_t> head_dims;
+
+  bool covers(int32_t head_dim) const {
+    return std::find(head_dims.begin(), head_dims.end(), head_dim) != head_dims.end();
+  }
+};
+
 // The properties of a GPU that the planner uses.
 struct Gpu {
   int32_t sm = 0;  // compute capability as major * 10 + minor
@@ -41,6 +56,14 @@ struct Gpu {
   int32_t memory_speed = 0;  // GB/s, from clock and bus width; 0: unknown
   int32_t table = 0;         // tile table forced by TILEWISE_FORCE_ARCH; 0: that of arch/limits.h
   bool takes_unproved = false;  // TILEWISE_UNPROVED=1: families that no GPU has proved are used
+  std::span<const Proof> proofs = {};  // valid until the process ends
+
+  const Proof* proof_of(std::string_view family) const {
+    for (const Proof& proof : proofs) {
+      if (proof.family == family) return &proof;
+    }
+    return nullptr;
+  }
 };
 
 // 1000 * major + 10 * minor; 0 if there is none.

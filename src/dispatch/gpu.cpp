@@ -5,6 +5,7 @@
 
 #include "cuda/arch/limits.h"
 #include "dispatch/device.h"
+#include "dispatch/proofs.h"
 
 namespace tilewise::dispatch {
 namespace {
@@ -40,12 +41,13 @@ int32_t forced_table() {
   return forced;
 }
 
-bool takes_unproved() {
-  static const bool takes = [] {
+// "1": families that are not proved are used; "0": none of them, whatever has been proved.
+const std::string& unproved_setting() {
+  static const std::string setting = [] {
     const char* text = std::getenv(kUnprovedVariable);
-    return text != nullptr && std::string(text) == "1";
+    return std::string(text != nullptr ? text : "");
   }();
-  return takes;
+  return setting;
 }
 
 void append_list(std::string& text, const char* what, const std::set<int32_t>& sms) {
@@ -91,7 +93,8 @@ Device this_gpu(int32_t index) {
   Device device;
   device.kind = TILEWISE_CUDA;
   device.gpu = cuda::gpu(index);
-  device.gpu.takes_unproved = takes_unproved();
+  device.gpu.takes_unproved = unproved_setting() == "1";
+  if (unproved_setting() != "0") device.gpu.proofs = proofs_of(index);
   const int32_t table = forced_table();
   if (table == 0) return device;
   device.gpu.table = table;

@@ -18,6 +18,11 @@ const cuda::FamilyRow* recomputing_family(const Device& device) {
   return nullptr;
 }
 
+cuda::Target target_of(const Device& device) {
+  return {
+      .gpu = device.gpu, .registry = registry_of(device), .recomputes = recomputing_family(device)};
+}
+
 // The next faster family that an explanation mentions; null if there is none. A family of one
 // generation of GPUs is mentioned on these alone, and for its dtypes alone. One that is not proved
 // is mentioned if there is no other.
@@ -48,7 +53,7 @@ std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request
   const FamilyFacts& facts = faster->facts;
   if (sm >= faster->sm.first && !faster->serves_on(device.gpu))
     return std::string(facts.name) + " is in the library, but not proved on this GPU " +
-           "(TILEWISE_UNPROVED=1 takes it all the same)";
+           "(see tilewise doctor --prove)";
   const std::string name =  // nothing is known about the speed of a family that is not proved
       std::string(facts.name) + (faster->proved ? " would be faster, but " : " is allowed, but ");
   if (sm < faster->sm.first) return name + "it needs " + facts.requires_;
@@ -63,6 +68,10 @@ std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request
     return name + "this build has no code of it for " + sm_text(device) + " (the build has " +
            code_text(registry_of(device)) + ")";
   }
+  const cuda::Plan plan = faster->plan(request, target_of(device));
+  if (plan.kernel_set != nullptr && !faster->serves_tile_on(plan.head_dim, device.gpu))
+    return std::string(facts.name) + " was not faster on this GPU for head_dim " +
+           std::to_string(plan.head_dim) + " (tilewise doctor --prove)";
   return name + "it has no tile of head_dim " + std::to_string(head_dim) + " for the " +
          std::to_string(device.gpu.shared_bytes / cuda::arch::kKilobyte) +
          " KB of shared memory of this GPU, or not in this build";
@@ -121,8 +130,7 @@ std::string tile_text(const Decision& decision, const Device& device) {
 
 Decision plan_cuda(const Request& request, const Device& device) {
   Decision decision;
-  const cuda::Target target = {
-      .gpu = device.gpu, .registry = registry_of(device), .recomputes = recomputing_family(device)};
+  const cuda::Target target = target_of(device);
   // Slower families come first, so search from the end.
   const auto& rows = families_of(device).cuda;
   for (auto it = rows.rbegin(); it != rows.rend(); ++it) {
@@ -132,6 +140,7 @@ Decision plan_cuda(const Request& request, const Device& device) {
       continue;
     decision.cuda = row.plan(request, target);
     if (decision.cuda.kernel_set == nullptr) continue;  // none in this build, or none that fits
+    if (!row.serves_tile_on(decision.cuda.head_dim, device.gpu)) continue;
     decision.family = &row.facts;
     decision.cuda_row = &row;
     decision.status = TILEWISE_OK;
@@ -141,10 +150,15 @@ Decision plan_cuda(const Request& request, const Device& device) {
 }
 
 std::string explain_cuda(const Decision& decision, const Request& request, const Device& device) {
-  const std::string slower = why_not_faster(*decision.cuda_row, request, device);
+  std::string reason = why_not_faster(*decision.cuda_row, request, device);
+  if (reason.empty()) reason = "no family of the library is faster here";
+  if (!decision.cuda_row->proved) {
+    reason = device.gpu.proof_of(decision.family->name) != nullptr
+                 ? "it has proved itself on this GPU and was faster (tilewise doctor --prove)"
+                 : "it is not proved on this GPU, but TILEWISE_UNPROVED is 1";
+  }
   return std::string(short_dtype(request.dtypes.q)) + " on " + sm_text(device) + ", " +
-         tile_text(decision, device) + ": " +
-         (slower.empty() ? "no family of the library is faster here" : slower);
+         tile_text(decision, device) + ": " + reason;
 }
 
 std::string refuse_cuda(const Request& request, const Device& device) {

@@ -248,6 +248,34 @@ TEST(Facts, CudaVersionsAreThoseOfABuildWithCuda) {
   EXPECT_TRUE(driver == 0 || runtime > 0);
 }
 
+TEST(Queries, ProofsAreChecked) {
+  const int32_t head_dims[] = {64, 128};
+  tilewise_proof proof{};
+  EXPECT_EQ(tilewise_set_proof(nullptr), TILEWISE_INVALID_ARGUMENT);
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  expect_message("proof.struct_size is 0");
+  proof.struct_size = sizeof(proof);
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  expect_message("proof.family is NULL: a name is needed");
+  proof.family = "cuda.simt";
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  expect_message("proof.gpu_name is NULL: a name is needed");
+  proof.gpu_name = "no GPU of this name";
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  expect_message(
+      "proof.family is \"cuda.simt\": it must be a family that is not proved, of cuda.tcgen05");
+  proof.family = "cuda.tcgen05";
+  proof.head_dims_count = 2;
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  expect_message("proof.head_dims is NULL");
+  proof.head_dims = head_dims;
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_OK);
+  proof.head_dims_count = -1;
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
+  proof.head_dims_count = 0;
+  EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_OK);
+}
+
 struct IsaRow {
   std::string name;
   bool available;
@@ -310,6 +338,7 @@ TEST(Matrix, RowsAreCompleteAndListEnds) {
         << info.name;
     EXPECT_NE(info.requires_[0], '\0');
     EXPECT_EQ(info.forward, 1) << info.name;
+    EXPECT_EQ(info.proved, std::string(info.name) == "cuda.tcgen05" ? 0 : 1) << info.name;
     EXPECT_EQ(info.backward, std::string(info.name) == "cuda.tcgen05" ? 0 : 1) << info.name;
   }
   expect_message("index is " + std::to_string(index) + ": it must be 0 to " +

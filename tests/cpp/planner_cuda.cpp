@@ -106,7 +106,7 @@ TEST(PlannerCuda, UnprovedFamiliesAreNamedAndLeftAlone) {
     EXPECT_STREQ(off.family->name, "cuda.mma_sync");
     const std::string why = explain(off, p, device);
     EXPECT_NE(why.find("cuda.tcgen05 is in the library, but not proved on this GPU "
-                       "(TILEWISE_UNPROVED=1 takes it all the same)"),
+                       "(see tilewise doctor --prove)"),
               std::string::npos)
         << why;
     EXPECT_LT(why.size(), sizeof(tilewise_plan_info::why)) << why;
@@ -123,6 +123,26 @@ TEST(PlannerCuda, UnprovedFamiliesAreNamedAndLeftAlone) {
     EXPECT_STRNE(other.family->name, "cuda.tcgen05");
     EXPECT_EQ(explain(other, p, device).find("tcgen05"), std::string::npos);
   }
+}
+
+TEST(PlannerCuda, ProofsTurnTilesOfAFamilyOn) {
+  const std::vector<cuda::Proof> proofs = {{.family = "cuda.tcgen05", .head_dims = {64, 128}}};
+  Device device = gpu_with(100);
+  device.gpu.proofs = proofs;
+  const auto family = [&](int32_t head_dim) {
+    return plan(problem(TILEWISE_BFLOAT16, 2, 1024, 1024, 8, head_dim), device).family->name;
+  };
+  EXPECT_STREQ(family(64), "cuda.tcgen05");
+  EXPECT_STREQ(family(96), "cuda.mma_sync");
+  EXPECT_STREQ(family(128), "cuda.tcgen05");
+  const Problem slower = problem(TILEWISE_BFLOAT16, 2, 1024, 1024, 8, 96);
+  const std::string why = explain(plan(slower, device), slower, device);
+  EXPECT_NE(why.find("cuda.tcgen05 was not faster on this GPU for head_dim 96"), std::string::npos)
+      << why;
+  const Problem on = problem(TILEWISE_BFLOAT16, 2, 1024, 1024, 8, 64);
+  const std::string proved = explain(plan(on, device), on, device);
+  EXPECT_NE(proved.find("it has proved itself on this GPU"), std::string::npos) << proved;
+  EXPECT_LT(max(why.size(), proved.size()), sizeof(tilewise_plan_info::why));
 }
 
 TEST(PlannerCuda, WhyHasTheReasonAgainstTcgen05) {

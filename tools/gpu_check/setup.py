@@ -15,6 +15,10 @@ FORCED = ("80", "75")
 # Tile tables of GPUs that are not available, and the lowest compute capability with all
 # instructions that they need: the build compiles them as machine code for this GPU.
 FOREIGN = {"86": 80, "120": 90}
+# GPUs that run a family which no GPU has proved: its kernels run beside the GPU's own choice, as
+# those of a tile table do, with TILEWISE_UNPROVED=1.
+WITH_UNPROVED = ("100", "103")
+UNPROVED = "unproved"
 # MiB of GPU memory per test process: most tests take 2000; those that need 11 GB and more run one
 # at a time (tests/python/support/devices.py, much_memory), in the memory that this leaves free.
 MEMORY_PER_PROCESS = 5000
@@ -64,20 +68,27 @@ class Setup:
         return (*mma_sync, *FORCED, *self.foreign)
 
     @property
+    def unproved(self) -> tuple[str, ...]:
+        """The run of the family that is not proved; empty if this GPU has none."""
+        return (UNPROVED,) if self.architecture in WITH_UNPROVED else ()
+
+    @property
     def sm(self) -> int:
         return int(self.architecture)
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Everything to run, the GPU's own choice first."""
-        return ("", *self.forced)
+        return ("", *self.unproved, *self.forced)
 
     def python(self, architecture: str = "") -> dict[str, str]:
         env = python_environment(self.build)
         env["TILEWISE_TEST_DEVICES"] = self.device
         env["CUDA_CACHE_PATH"] = str(self.build / "ptx-cache")
         env["CUDA_CACHE_MAXSIZE"] = str(2**32 - 2**20)
-        if architecture:
+        # An earlier record of `tilewise doctor --prove` on this machine does not count.
+        env["TILEWISE_UNPROVED"] = str(int(architecture == UNPROVED))
+        if architecture not in ("", UNPROVED):
             env["TILEWISE_FORCE_ARCH"] = architecture
         return env
 
@@ -104,4 +115,6 @@ def driver_environment(setup: Setup, architecture: str) -> dict[str, str]:
 
 def label(architecture: str) -> str:
     """The name of a tile table in the report."""
+    if architecture == UNPROVED:
+        return UNPROVED
     return f"forced-{architecture}" if architecture else "native"

@@ -12,7 +12,7 @@ from typing import Any
 from tilewise import _abi
 from tilewise._capabilities import cuda_code
 from tilewise._library import c_library
-from tilewise.cli import gpu, provenance, system, tables
+from tilewise.cli import gpu, prove, provenance, system, tables
 from tilewise.cli.progress import Progress
 
 EXAMPLES = """examples:
@@ -21,12 +21,15 @@ EXAMPLES = """examples:
   tilewise doctor --isa avx2       self-test of one instruction set
   tilewise doctor --isa gpu0       self-test of one GPU
   tilewise doctor --provenance     which kernels were run on which machine, which only compiled
+  tilewise doctor --prove          prove kernels that are off until a GPU has proved them
   tilewise doctor --json           the same as JSON
 
 The self-test compares forward and gradients with an attention in double precision, for every
 instruction set and GPU of this machine (on a GPU it needs PyTorch), every dtype and a set of
-options. Exit status: 0 success, 1 a check failed or TILEWISE_CPU leaves no kernel that can run,
-2 the library cannot be loaded.
+options. --prove compares a family of kernels that has run on no GPU with exact results and with the
+family that serves without it, in a child process that it stops after ten minutes. From then on
+Tilewise uses the family on this GPU where it is right and faster. Exit status: 0 success, 1 a check
+failed or TILEWISE_CPU leaves no kernel that can run, 2 the library cannot be loaded.
 """
 
 # Head dimensions at which the choice of the kernel might change.
@@ -47,6 +50,7 @@ def add_parser(commands: Any) -> None:
     add("--no-test", action="store_true", help="skip the self-test")
     add("--isa", metavar="NAME", help="test only this instruction set, or this GPU (gpu0)")
     add("--provenance", action="store_true", help="show the machines that kernels were run on")
+    add("--prove", action="store_true", help="prove kernels that are off until proved here")
     add("--json", action="store_true", help="print JSON and nothing else")
     add("--record", type=Path, metavar="FILE", help="add the passed checks to a provenance file")
     parser.set_defaults(run=run)
@@ -60,9 +64,11 @@ def run(options: argparse.Namespace) -> int:
             nothing is tested; or --record names a file that records cannot be added to.
         ImportError: the library or NumPy is missing.
     """
-    for flag, given in (("--provenance", options.provenance), ("--no-test", options.no_test)):
-        if given and options.isa:
-            raise ValueError(f"--isa is {options.isa!r}, but with {flag} nothing is tested")
+    for flag in ("--provenance", "--prove", "--no-test"):
+        if getattr(options, flag[2:].replace("-", "_")) and options.isa:
+            raise ValueError(f"--isa is {options.isa!r}, but {flag} does not take it")
+    if options.prove:
+        return prove.run(options.json)
     if options.provenance:
         return show_provenance(options.json)
     sets = system.instruction_sets()
@@ -119,6 +125,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         "forced_by": os.environ.get("TILEWISE_CPU"),
         "kernels": system.kernels(),
         "serves": planned,
+        "proofs": prove.states(),
         "gpu_serves": {device["index"]: gpu.planned_kernels(device["index"]) for device in gpus},
     }
 
@@ -232,6 +239,7 @@ def gpu_lines(facts: dict[str, Any]) -> list[str]:
             )
     if not lines:
         lines.append(f"{'GPU':18}{facts['device']['no_gpu']}")
+    lines += [f"{'':18}{row['state']}" for row in facts["proofs"]]
     lines.append(f"{'CUDA':18}{cuda_text(facts['cuda'])}")
     emulated = facts["device"]["gpus"] and not facts["cuda_code"]
     text = "for the emulator of the tests" if emulated else code_text(facts["cuda_code"])

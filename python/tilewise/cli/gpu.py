@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import Any
 
 from tilewise import _abi
 from tilewise._library import c_library
+from tilewise._proofs import driver_release
 
 DTYPES = ("float32", "float32 (TF32)", "bfloat16", "float16")
 # Head dimensions at which the choice of the kernel might change; the rows of odd ones are not
@@ -55,15 +55,6 @@ def cuda_versions() -> dict[str, str | None]:
         f"{n.value // 1000}.{n.value % 1000 // 10}" if n.value else None for n in numbers
     )
     return {"runtime": runtime, "driver": driver, "driver_release": driver_release()}
-
-
-def driver_release(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The release of the loaded kernel module, such as 580.95.05; None if there is none."""
-    try:
-        found = re.search(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
-    except OSError:
-        return None
-    return found[1] if found else None
 
 
 def plan(index: int, dtype: str, head_dim: int, case: str, which: int) -> dict[str, Any]:

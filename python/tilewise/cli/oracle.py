@@ -58,6 +58,15 @@ def attention(q: Array, k: Array, v: Array, dout: Array, scale: float, options: 
     return Result(out.transpose(0, 2, 1, 3), lse, dq.transpose(0, 2, 1, 3), fold(dk), fold(dv))
 
 
+def forward(q: Array, k: Array, v: Array, scale: float, options: Options) -> tuple[Array, Array]:
+    """The forward alone: out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (t.astype(np.float64).transpose(0, 2, 1, 3) for t in (q, k, v))
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    p, lse = _softmax(_scores(q, k, scale, options)[0], options)
+    return (p @ v).transpose(0, 2, 1, 3), lse
+
+
 def _scores(q: Array, k: Array, scale: float, options: Options) -> tuple[Array, Array | float]:
     """Scores [B, Hq, Sq, Sk], -inf where masked, and the derivative of the softcap."""
     s = scale * (q @ k.swapaxes(-1, -2))

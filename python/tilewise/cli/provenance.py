@@ -25,6 +25,8 @@ from tilewise.cli import gpu, system
 TABLES = (75, 80, 86, 90, 120)
 PTX_TABLES = (75, 80)
 FORCED = re.compile(r"forced-(\d+)$")
+# Families that no GPU has proved: gpu-check runs them in a run of their own.
+UNPROVED = ("cuda.tcgen05",)
 SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 FILE = Path(__file__).with_name("provenance.json")
@@ -106,7 +108,9 @@ def from_gpu_check(result: dict[str, Any]) -> list[dict[str, Any]]:
         dtypes = {SHORT_DTYPES.get(p[3], p[3]) for p in kernels if ".".join(p[:2]) == family}
         for name, report in ran.items():
             forced = FORCED.match(name)
-            if not isinstance(report, dict) or not (forced or name == "native"):
+            if not isinstance(report, dict) or not (forced or name in ("native", "unproved")):
+                continue
+            if (name == "unproved") != (family in UNPROVED):
                 continue
             if not report["passed"] or report.get("failed") or report.get("not_run"):
                 continue

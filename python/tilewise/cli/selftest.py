@@ -17,10 +17,9 @@ import numpy as np
 
 from tilewise import _abi
 from tilewise._library import c_library
-from tilewise.cli import gpu, oracle, system
+from tilewise.cli import arrays, oracle, system
 from tilewise.cli.oracle import Array
 
-ALIGNMENT = 64
 # Bounds of the error relative to the largest magnitude of the tensor. For fp32 they bound the whole
 # computation. For fp16 and bf16 they allow a few roundings of the storage type: of the result, of
 # the weights before their product with v, and of ds in the backward.
@@ -116,14 +115,14 @@ def check(isa: str, dtype: str, setting: Setting) -> Check:
     expected = problem.expected()
     for name, bound in BOUNDS[dtype].items():
         bound = bound * GPU_FACTOR[dtype] if isa.startswith(GPU) else bound
-        found = _error(problem.results[name], getattr(expected, name))
+        found = error_of(problem.results[name], getattr(expected, name))
         result.errors[name] = found
         if not found <= bound and not result.failure:
             result.failure = f"{name}: error {found:.1e}, allowed {bound:.1e}"
     return result
 
 
-def _error(found: Array, expected: Array) -> float:
+def error_of(found: Array, expected: Array) -> float:
     """The largest difference over the largest magnitude; infinite for a wrong inf or NaN."""
     finite = np.isfinite(expected)
     if not np.array_equal(found[~finite], expected[~finite]):
@@ -132,21 +131,6 @@ def _error(found: Array, expected: Array) -> float:
         return math.inf
     scale = np.abs(expected[finite]).max(initial=0.0) or 1.0
     return float(np.abs(found[finite] - expected[finite]).max(initial=0.0) / scale)
-
-
-def _encode(values: Array, dtype: str) -> Array:
-    """The values in their storage type; bf16 is the upper half of the bits, rounded to even."""
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(values.astype(dtype))
-    bits = np.ascontiguousarray(values.astype(np.float32)).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _decode(stored: Array, dtype: str) -> Array:
-    """The stored values in float64."""
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return stored.astype(np.float64)
 
 
 class _Problem:
@@ -158,7 +142,7 @@ class _Problem:
         random = np.random.default_rng(sum(setting.name.encode()))
 
         def draw(*shape: int) -> Array:
-            return _encode(random.standard_normal(shape), dtype)
+            return arrays.encode(random.standard_normal(shape), dtype)
 
         self.q = draw(batch, s.rows, s.heads, s.head_dim)
         self.k = draw(batch, s.keys, s.kv_heads, s.head_dim)
@@ -169,21 +153,21 @@ class _Problem:
         self.sinks = _single(random.standard_normal(s.heads)) if s.sinks else None
         self.scale = s.head_dim**-0.5
         # The outputs start as NaN, so that the comparison finds elements that are not written.
-        self.out, self.dq = _poisoned(self.q), _poisoned(self.q)
-        self.dk, self.dv = _poisoned(self.k), _poisoned(self.v)
+        self.out, self.dq = arrays.poisoned(self.q), arrays.poisoned(self.q)
+        self.dk, self.dv = arrays.poisoned(self.k), arrays.poisoned(self.v)
         self.lse = np.full((batch, s.heads, s.rows), np.nan, np.float32)
 
     @property
     def results(self) -> dict[str, Array]:
         """The results of the library in float64."""
-        low = {n: _decode(getattr(self, n), self.dtype) for n in ("out", "dq", "dk", "dv")}
+        low = {n: arrays.decode(getattr(self, n), self.dtype) for n in ("out", "dq", "dk", "dv")}
         return {**low, "lse": self.lse.astype(np.float64)}
 
     def expected(self) -> oracle.Result:
         """The results of the oracle in double precision, from the rounded inputs."""
         s = self.setting
         options = oracle.Options(s.left, s.right, s.softcap, self.slopes, self.bias, self.sinks)
-        q, k, v, dout = (_decode(t, self.dtype) for t in (self.q, self.k, self.v, self.dout))
+        q, k, v, dout = (arrays.decode(t, self.dtype) for t in (self.q, self.k, self.v, self.dout))
         return oracle.attention(q, k, v, dout, float(np.float32(self.scale)), options)
 
     def run(self, index: int | None = None) -> str:
@@ -193,7 +177,7 @@ class _Problem:
             ValueError, NotImplementedError, RuntimeError: the library refused or failed.
         """
         library = c_library()
-        memory = _HostMemory() if index is None or _emulated(index) else _GpuMemory(index)
+        memory = arrays.memory_of(index)
         attention, gradients = self._attention(memory), self._gradients(memory)
         if index is not None:
             attention.device, attention.device_index = _abi.CUDA, index
@@ -207,9 +191,8 @@ class _Problem:
             )
             _abi.check(library, status)
             plans.append(plan)
-        workspace = np.empty(max(p.workspace_bytes for p in plans) + ALIGNMENT, np.uint8)
-        start = memory.address(workspace)
-        start += -start % ALIGNMENT
+        workspace = np.empty(max(p.workspace_bytes for p in plans) + arrays.ALIGNMENT, np.uint8)
+        start = arrays.aligned(memory.address(workspace))
         size = [p.workspace_bytes for p in plans]
         status = library.tilewise_forward(ctypes.byref(attention), start, size[0])
         _abi.check(library, status)
@@ -221,13 +204,13 @@ class _Problem:
         name: bytes = plans[0].kernel
         return name.decode()
 
-    def _attention(self, memory: _HostMemory) -> Any:
+    def _attention(self, memory: arrays.HostMemory) -> Any:
         s = self.setting
         a = _abi.sized(_abi.Attention)
         a.device, a.dtype = _abi.CPU, _abi.DTYPES[self.dtype]
         a.batch, a.seqlen_q, a.seqlen_k = self.q.shape[0], s.rows, s.keys
         a.heads_q, a.heads_kv, a.head_dim = s.heads, s.kv_heads, s.head_dim
-        a.q, a.k, a.v, a.out = (_view(t, memory) for t in (self.q, self.k, self.v, self.out))
+        a.q, a.k, a.v, a.out = (arrays.view(t, memory) for t in (self.q, self.k, self.v, self.out))
         a.lse = memory.address(self.lse)
         a.lse_stride_batch, a.lse_stride_head = s.heads * s.rows, s.rows
         a.window_left, a.window_right = s.left, s.right
@@ -241,63 +224,12 @@ class _Problem:
             a.sinks = memory.address(self.sinks)
         return a
 
-    def _gradients(self, memory: _HostMemory) -> Any:
+    def _gradients(self, memory: arrays.HostMemory) -> Any:
         g = _abi.sized(_abi.Gradients)
         given = (self.dout, self.dq, self.dk, self.dv)
-        g.dout, g.dq, g.dk, g.dv = (_view(t, memory) for t in given)
+        g.dout, g.dq, g.dk, g.dv = (arrays.view(t, memory) for t in given)
         return g
-
-
-class _HostMemory:
-    """Memory of the host, which the library reads and writes in place."""
-
-    stream: int | None = None
-
-    def address(self, array: Array) -> int:
-        """The address at which the library finds the array."""
-        return int(array.ctypes.data)
-
-    def read_back(self) -> None:
-        """Copies results back into the arrays; here they are in place already."""
-
-
-class _GpuMemory(_HostMemory):
-    """Copies of the arrays on a GPU, through PyTorch."""
-
-    def __init__(self, index: int) -> None:
-        import torch
-
-        self._device = torch.device("cuda", index)
-        self._copies: list[tuple[Array, Any]] = []
-        self.stream = torch.cuda.current_stream(self._device).cuda_stream
-
-    def address(self, array: Array) -> int:
-        import torch
-
-        copy = torch.from_numpy(array.view(np.uint8).reshape(-1)).to(self._device)
-        self._copies.append((array, copy))
-        return int(copy.data_ptr())
-
-    def read_back(self) -> None:
-        for array, copy in self._copies:
-            array.view(np.uint8).reshape(-1)[:] = copy.cpu().numpy()
-
-
-def _emulated(index: int) -> bool:
-    """Whether a GPU is emulated for the tests, so that its memory is that of the host."""
-    return gpu.gpus()[0][index]["memory_bytes"] == 0
 
 
 def _single(values: Array) -> Array:
     return np.ascontiguousarray(values, dtype=np.float32)
-
-
-def _poisoned(like: Array) -> Array:
-    result = np.empty_like(like)
-    result.view(np.uint8).fill(0xFF)  # NaN in every format
-    return result
-
-
-def _view(array: Array, memory: _HostMemory) -> Any:
-    batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
-    return _abi.Tensor(memory.address(array), batch, row, head)

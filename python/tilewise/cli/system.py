@@ -167,6 +167,11 @@ def library_path() -> str:
     return str(c_library()._name)
 
 
+def library_file() -> Path:
+    """The same as a path."""
+    return Path(library_path())
+
+
 def python_path() -> str:
     """The path of the running interpreter."""
     return sys.executable

@@ -64,7 +64,7 @@ TILEWISE_DEVICE void mbarrier_wait_parity(SharedAddress barrier, int parity) {
       "r"(parity)
       : "memory");
 }
-// The clock is read only if the first try fails, and that code is out of line.
+// The clock is read only if the first try fails.
 TILEWISE_DEVICE void mbarrier_wait_parity_or_trap(SharedAddress barrier, int parity,
                                                   uint64_t nanoseconds) {
   asm volatile(

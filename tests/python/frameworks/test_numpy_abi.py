@@ -34,6 +34,7 @@ STRUCTURES = {
     "tilewise_gpu_info": _abi.GpuInfo,
     "tilewise_cuda_code_info": _abi.CudaCodeInfo,
     "tilewise_index_error": _abi.IndexFault,
+    "tilewise_proof": _abi.Proof,
 }
 
 

@@ -278,4 +278,4 @@ def test_version(capsys):
 @pytest.mark.parametrize("flag", ["--provenance", "--no-test"])
 def test_isa_option_is_refused_when_nothing_is_tested(flag, capsys):
     assert main(["doctor", flag, "--isa", "avx2"]) == 2
-    assert f"--isa is 'avx2', but with {flag} nothing is tested" in capsys.readouterr().err
+    assert f"--isa is 'avx2', but {flag} does not take it" in capsys.readouterr().err

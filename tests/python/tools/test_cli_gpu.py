@@ -68,6 +68,14 @@ def test_a_wgmma_gpu_runs_mma_sync_only_when_forced():
     }
 
 
+def test_a_family_that_is_not_proved_is_recorded_from_its_own_run():
+    report = result(native=counted(passed=7), unproved=counted(passed=5))
+    report["gpu"]["compute_capability"] = "10.0"
+    report["stages"]["smoke"]["kernels"].append("cuda.tcgen05.forward.bf16")
+    found = {r["kernel"]: (r["table"], r["checks"]) for r in provenance.from_gpu_check(report)}
+    assert found == {"cuda.tcgen05": (1001, 5), "cuda.mma_sync": (90, 7), "cuda.simt": (0, 7)}
+
+
 @pytest.mark.parametrize("changes", [{"failed": 1}, {"not_run": 3}, {"passed": 0}])
 def test_incomplete_run_yields_no_records(changes):
     report = result(**{"native": counted(), "forced-80": counted(**changes)})

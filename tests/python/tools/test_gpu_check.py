@@ -66,6 +66,7 @@ def test_processes_are_limited_by_gpu_memory(memory, processes, tmp_path):
         ("86", (), ("80", "75")),
         ("120", ("86",), ("80", "75", "86")),
         ("75", (), ("80", "75")),
+        ("100", ("86", "120"), ("80", "75", "86", "120")),
     ],
 )
 def test_tables_of_other_gpus_are_forced_where_instructions_exist(
@@ -110,6 +111,36 @@ def test_smoke_warms_ptx_and_runs_every_table(tmp_path, monkeypatch):
     assert {env["TILEWISE_LAUNCH_LIST"] for env in shared.values()} == {str(tmp_path / "launched")}
     warmed = {env["TILEWISE_FORCE_ARCH"] for n, env in started.items() if n not in shared}
     assert warmed == {"80", "75"}, "machine code needs no warming"
+
+
+def test_a_family_that_is_not_proved_has_a_run_of_its_own(tmp_path, started):
+    given = Setup(tmp_path, 4, "103")
+    assert given.architectures[:2] == ("", "unproved")
+    assert given.python()["TILEWISE_UNPROVED"] == "0"
+    env = given.python("unproved")
+    assert env["TILEWISE_UNPROVED"] == "1" and "TILEWISE_FORCE_ARCH" not in env
+    assert stages.architecture_of("unproved 3") == "unproved"
+    stages.tests(given, 10)
+    assert "tests/python/gpu/test_tcgen05.py" in started["arguments"]["unproved"]
+    assert "tests/python/gpu/test_tcgen05.py" not in started["arguments"]["forced-80"]
+
+
+@pytest.mark.parametrize("output", ['{"states": [{"state": "on"}], "passed": true}', "crash"])
+def test_the_stage_prove_reports_what_doctor_says(output, tmp_path, monkeypatch):
+    (tmp_path / "x.log").write_text(output)
+    called = []
+
+    def run(command, _limit, _log, env):
+        called.append((command, env))
+        return Ended(0, 1.0, tmp_path / "x.log")
+
+    monkeypatch.setattr(stages, "run", run)
+    report = stages.prove(Setup(tmp_path, 4, "100"), 10)
+    assert report["passed"] == (output != "crash")
+    ((command, env),) = called
+    assert command[-2:] == ["--prove", "--json"] and "TILEWISE_UNPROVED" not in env
+    assert env["XDG_CACHE_HOME"].startswith(str(tmp_path))
+    assert stages.prove(Setup(tmp_path, 4, "90"), 10)["passed"] and len(called) == 1
 
 
 def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
