@@ -14,7 +14,7 @@ np = pytest.importorskip("numpy")
 
 import tilewise  # noqa: E402
 from tilewise._check import MAX_HEAD_DIM  # noqa: E402
-from tilewise.cli import doctor, oracle, provenance, selftest, system, tables  # noqa: E402
+from tilewise.cli import arrays, doctor, oracle, provenance, selftest, system, tables  # noqa: E402
 from tilewise.cli.command import main  # noqa: E402
 
 
@@ -216,7 +216,7 @@ def test_oracle_of_a_row_without_visible_keys():
 
 def test_bf16_encoding_rounds_to_even():
     values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -3.1415927, 1e-30], np.float32)
-    stored = selftest._decode(selftest._encode(values, "bfloat16"), "bfloat16")
+    stored = arrays.decode(arrays.encode(values, "bfloat16"), "bfloat16")
     np.testing.assert_array_equal(stored[:3], [1.0, 1.0, 1 + 2**-6])
     np.testing.assert_allclose(stored, values, rtol=2**-8)
 
