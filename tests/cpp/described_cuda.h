@@ -75,6 +75,7 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
   set.family = &family;
   if (&family == &cuda::simt::kFamily) {
     set.forward_tile = set.backward_tile = {.rows = 64, .keys = 64, .blocks_per_sm = 2};
+    set.plain.jvp.function = set.general.jvp.function = [](cuda::JvpParams) {};
     return set;
   }
   if (&family == &cuda::wgmma::kFamily) {
