@@ -113,12 +113,27 @@ struct Mask {
   // `storage`: it must have room for all entries of the mask.
   TILEWISE_FN Mask narrowed(Range rows, Range keys, int32_t* storage) const {
     if (!is_ranges()) return *this;
-    Mask m = *this;
-    m.chosen = storage;
-    m.chosen_count = 0;
+    int64_t count = 0;
     for (int64_t i = 0; i < range_count(); ++i)
-      if (!intersect(range(i).keys_of_any(rows), keys).empty())
-        storage[m.chosen_count++] = static_cast<int32_t>(entry_of_range(i));
+      if (touches(i, rows, keys)) storage[count++] = static_cast<int32_t>(entry_of_range(i));
+    return with_ranges(storage, count);
+  }
+
+  // What `narrowed` consists of, for threads that list the ranges together: the ranges of the
+  // sequence, whether one of them touches the rows and keys, and the mask with the listed ones.
+  TILEWISE_FN int64_t range_count() const {
+    return chosen != nullptr ? chosen_count : entries.size();
+  }
+  TILEWISE_FN int64_t entry_of_range(int64_t i) const {
+    return chosen != nullptr ? chosen[i] : entries.begin + i;
+  }
+  TILEWISE_FN bool touches(int64_t i, Range rows, Range keys) const {
+    return !intersect(range(i).keys_of_any(rows), keys).empty();
+  }
+  TILEWISE_FN Mask with_ranges(const int32_t* listed, int64_t count) const {
+    Mask m = *this;
+    m.chosen = listed;
+    m.chosen_count = count;
     return m;
   }
 
@@ -246,12 +261,6 @@ struct Mask {
     return low;
   }
 
-  TILEWISE_FN int64_t range_count() const {
-    return chosen != nullptr ? chosen_count : entries.size();
-  }
-  TILEWISE_FN int64_t entry_of_range(int64_t i) const {
-    return chosen != nullptr ? chosen[i] : entries.begin + i;
-  }
   TILEWISE_FN MaskRange range(int64_t i) const {
     return MaskRange::of(mask->entries + entry_of_range(i) * MaskRange::kFields);
   }

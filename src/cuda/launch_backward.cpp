@@ -108,7 +108,7 @@ void BackwardLaunch::finish() {
   if (plan.nan_recompute != nullptr) recompute_flagged(*this);
   if (g.dbias != nullptr) {
     launch(common::tensor_kernels(dtypes_of(p).q).dbias, common::dbias_blocks(p, g), p.stream,
-           common::DbiasParams{p, g});
+           common::DbiasParams{p, g, params.mask});
   }
   if (g.dsinks != nullptr || g.dscale != nullptr) scalar_gradients(p, g, regions, workspace);
 }

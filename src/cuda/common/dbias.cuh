@@ -4,7 +4,8 @@
 //   P = exp(score - lse), dP = dO V^T, delta = rowsum(dO O) - dlse
 //
 // Grid: dbias_blocks(p, g), one CTA per 64 x 64 tile of dbias. Reads q, k, v, out, dout, lse, dlse
-// and bias; writes dbias. The arithmetic is fp32 for every element type.
+// bias and
+// the mask; writes dbias. The arithmetic is fp32 for every element type.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -13,6 +14,7 @@
 #include "cuda/common/dbias.h"
 #include "cuda/common/out.h"
 #include "cuda/common/score_mod.h"
+#include "cuda/common/tile_mask.h"
 #include "cuda/element.h"
 
 namespace tilewise::cuda::common {
@@ -30,11 +32,13 @@ struct Dbias {
   struct State {
     Sequence sequence;
     ScoreMod score_mod;
+    TileMask mask;
   };
   static_assert(sizeof(State) <= kDbiasStateBytes);
 
   const Problem& p;
   const Gradients& g;
+  const tilewise_mask& mask;
   SharedWords a;  // [column][row]
   SharedWords b;  // [column][key]
   SharedWords lse;
@@ -44,6 +48,7 @@ struct Dbias {
   TILEWISE_DEVICE explicit Dbias(const DbiasParams& params)
       : p(params.problem),
         g(params.gradients),
+        mask(params.mask),
         a(shared_words(0)),
         b(shared_words(kDbiasDepth * kDbiasStride * 4)),
         lse(shared_words(2 * kDbiasDepth * kDbiasStride * 4)),
@@ -177,6 +182,9 @@ struct Dbias {
     const auto keys = [&] { return Tiling{s.band.keys, kDbiasTile}.at(key_tile); };
     ptx::sync_block();  // lse and delta of the previous head have been read
     statistics(s, head, rows());
+    state().mask.load_bits(
+        Coverage::partial, keys().begin, [&](int r) { return rows().begin + r; },
+        [&](int) { return head; });
     Micro score = {};
     product(score, query_rows_of(p.q, s, head, rows()), key_rows_of(p.k, s, kv_head, keys()),
             static_cast<int>(p.head_dim));
@@ -221,11 +229,12 @@ struct Dbias {
     const float row_lse = ptx::float_of(lse.get(at));
     const float row_delta = ptx::float_of(delta.get(at));
     const float row_lse_low = ptx::float_of(lse_low.get(at));
+    const uint32_t shown = state().mask.four_keys(at, ptx::thread_index() % kSide);
     KeepFactors keep{};
     if (score_mod.dropout.on()) keep = score_mod.keep(row_score_mod, first_key);
 #pragma unroll
     for (int j = 0; j < kMicro; ++j) {
-      if (j < begin || j >= end) continue;
+      if (j < begin || j >= end || (shown >> j & 1u) == 0) continue;
       const float exponent =
           (score_mod.at(score[j], row_score_mod, first_key + j).value - row_lse) - row_lse_low;
       // lse is rounded, so a weight could exceed 1 by that rounding: clamp it.
@@ -267,20 +276,36 @@ struct Dbias {
     return index == kAll ? static_cast<int32_t>(count) : index + 1;
   }
 
+  TILEWISE_DEVICE static void list_ranges(Range rows, Range keys) {
+    if (!state().mask.on()) return;
+    ptx::sync_block();  // the bits of the previous tile have been computed
+    if (ptx::warp_index() == 0) state().mask.list(rows, keys);
+    ptx::sync_block();
+  }
+  TILEWISE_DEVICE static bool shows_some(int32_t head, Range rows, Range keys) {
+    return !state().mask.on() ||
+           state().mask.coverage_of({head, head + 1}, rows, keys) != Coverage::none;
+  }
+
   TILEWISE_DEVICE void run(int64_t block) const {
     const Tile tile = tile_of(block);
     Micro sum = {};
     for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
       ptx::sync_block();  // all threads have read the state of the previous sequence
-      if (ptx::thread_index() == 0) state() = {sequence_of(p, batch), ScoreMod::of(p)};
+      if (ptx::thread_index() == 0) {
+        state().sequence = sequence_of(p, batch);
+        state().score_mod = ScoreMod::of(p);
+        state().mask.begin(mask, batch);
+      }
       ptx::sync_block();
       const Band& band = state().sequence.band;
       const int64_t row_tiles = ceil_div(band.rows, kDbiasTile);
       for (int32_t i = first_of(tile.row_tile); i < end_of(tile.row_tile, row_tiles); ++i) {
         const Range rows = Tiling{band.rows, kDbiasTile}.at(i);
         if (rows.empty() || intersect(band.keys_of_any(rows), tile.keys(g)).empty()) continue;
+        list_ranges(rows, tile.keys(g));
         for (int32_t head = first_of(tile.head); head < end_of(tile.head, p.heads_q); ++head)
-          add(sum, head, i, tile.key_tile);
+          if (shows_some(head, rows, tile.keys(g))) add(sum, head, i, tile.key_tile);
       }
     }
     write(sum, tile_of(block));

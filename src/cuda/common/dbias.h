@@ -11,13 +11,14 @@ inline constexpr int kDbiasThreads = 256;
 inline constexpr int kDbiasTile = 64;   // rows and keys
 inline constexpr int kDbiasDepth = 32;  // head dimensions in shared memory at a time
 inline constexpr int kDbiasStride = kDbiasTile + 4;
-inline constexpr int kDbiasStateBytes = 192;  // Dbias::State
+inline constexpr int kDbiasStateBytes = 2048;  // Dbias::State
 inline constexpr int kDbiasSharedBytes =
     (2 * kDbiasDepth * kDbiasStride + 3 * kDbiasTile) * 4 + kDbiasStateBytes;
 
 struct DbiasParams {
   Problem problem{};
   Gradients gradients{};
+  tilewise_mask mask = kNoMask;
 };
 
 // The shape of dbias: [batches, heads, rows, keys], with 1 for a dimension that is summed over.

@@ -64,7 +64,7 @@ struct HeadRows {
     const int64_t tiles = params.rows.count(p) / params.rows.tile;
     const PaddedRows::TileStart tile = params.rows.locate(p, block % tiles);
     if (tile.batch < 0) return {0, {0, 0}};
-    load_sequence(p, tile.batch);
+    load_sequence(params, tile.batch);
     const int64_t used = shared().sequence.band.rows;
     return {block / tiles, {tile.row0, min(tile.row0 + params.rows.tile, used)}};
   }
@@ -220,16 +220,43 @@ struct Backward {
     return {rows.begin * group, max(rows.begin, rows.end) * group};
   }
 
-  // Sums dV or dK over `visible_rows()`, which is computed anew each time to save registers.
+  // Tile `at` of `visible_rows()`, which are computed anew each time to save registers.
+  TILEWISE_DEVICE RowTile row_tile(int64_t at) const {
+    const int64_t group = group_size(p);
+    const Range rows = visible_rows();
+    const int64_t first = rows.begin + at * kTile;
+    return {Packing{group}, shared().tile_head * group, {first, min(first + kTile, rows.end)}};
+  }
+
+  // Starts the walk over the tiles of `visible_rows()`. The caller provides barriers.
+  TILEWISE_DEVICE void begin_row_walk() const {
+    if (ptx::warp_index() != 0) return;
+    common::TileMask& mask = shared().mask;
+    const Range rows = visible_rows();
+    if (mask.on()) mask.list(Packing{group_size(p)}.rows(rows), shared().current_keys);
+    if (ptx::lane_index() == 0) mask.begin_walk({0, ceil_div(rows.size(), kTile)});
+  }
+
+  // The first tile of the walk from `at` on.
+  TILEWISE_DEVICE int64_t next_row_tile(int64_t at) const {
+    return shared().mask.next(at, [&](int64_t tile) {
+      const RowTile rows = row_tile(tile);
+      return shared().mask.coverage_of(rows.heads(), rows.rows(), shared().current_keys);
+    });
+  }
+
+  // Sums dV or dK over `visible_rows()`.
   TILEWISE_DEVICE void walk_rows(bool for_dv) {
     clear_sums();
-    for (int64_t at = visible_rows().begin; at < visible_rows().end; at += kTile) {
+    ptx::sync_block();
+    begin_row_walk();
+    ptx::sync_block();
+    for (int64_t at = next_row_tile(0); at < shared().mask.tiles.end; at = next_row_tile(at + 1)) {
       ptx::sync_block();
-      const int64_t group = group_size(p);
-      load_rows_of(
-          {Packing{group}, shared().tile_head * group, {at, min(at + kTile, visible_rows().end)}});
+      load_rows_of(row_tile(at));
       ptx::sync_block();
       load_key_table(p, shared().current_keys.begin);
+      load_mask_bits(at, shared().current_keys.begin);
       ptx::sync_block();
       if (for_dv)
         store_p(shared().current_keys.begin);
@@ -283,10 +310,14 @@ struct Backward {
     clear_sums();
     ptx::sync_block();
     load_rows_of(tile);
+    begin_key_walk(tile, keys);
     ptx::sync_block();
-    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) {
+    for (int64_t at = next_key_tile(shared().mask.tiles.begin); at < shared().mask.tiles.end;
+         at = next_key_tile(at + 1)) {
+      const int64_t key = at * kTile;
       ptx::sync_block();
       load_key_table(p, key);
+      load_mask_bits(at, key);
       store_ds(key);
       add(k(), Step::of(p, key).masked);
     }
@@ -345,7 +376,7 @@ template <class C>
 TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
   const TileOrder::WorkTile work_tile = params.order.at(tile);
   if (work_tile.sequence < 0) return;
-  load_sequence(params.problem, work_tile.sequence);
+  load_sequence(params, work_tile.sequence);
   if (ptx::thread_index() == 0) {
     const int64_t begin = int64_t{work_tile.tile} * params.key_tile;
     shared().tile_keys = {begin, min(begin + params.key_tile, shared().sequence.band.keys)};

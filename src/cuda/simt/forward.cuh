@@ -7,8 +7,8 @@
 // Grid: a CTA per work tile of params.order, or, with params.flags, any number of CTAs that compute
 // the flagged tiles again. A CTA computes a tile of packed query rows over one split of the keys,
 // kTile rows at a time. Thread (y, x) holds a 4x4 block of S and the same rows of O. Reads q, k, v,
-// bias, sinks and the index arrays; writes out and lse, or partial_out and partial_lse, and raises
-// max_logits.
+// bias, sinks, the mask and the index arrays; writes out and lse, or partial_out and partial_lse,
+// and raises max_logits.
 #pragma once
 
 #include "cuda/common/forward_results.h"
@@ -128,25 +128,27 @@ struct Forward {
     }
   }
 
-  TILEWISE_DEVICE void step(int64_t first_key) {
+  TILEWISE_DEVICE void step(int64_t tile) {
     if constexpr (sizeof(T) == 2) {
-      if (p.kv_float8 != 0) return step_of<Float8>(first_key);
+      if (p.kv_float8 != 0) return step_of<Float8>(tile);
     }
-    step_of<T>(first_key);
+    step_of<T>(tile);
   }
 
   // One step over kTile keys; K is the element type of k and v.
   template <class K>
-  TILEWISE_DEVICE void step_of(int64_t first_key) {
+  TILEWISE_DEVICE void step_of(int64_t tile) {
     Shared& memory = shared();
-    const Step now = Step::of(p, first_key);
-    ptx::sync_block();  // the key table of the previous step has been read
+    const int64_t first_key = tile * kTile;
+    ptx::sync_block();  // the key table and the bits of the previous step have been read
     load_key_table(p, first_key);
+    load_mask_bits(tile, first_key);
     const auto columns = static_cast<int>(p.head_dim);
     Block weight;
     row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
     if (p.max_logits != nullptr) track_max_logits(weight, first_key);
+    const Step now = Step::of(p, first_key);
     finish_scores(weight, first_key, now.masked);
     softmax(weight);
     const auto weights = ThreadWeights<true>::of(thread);
@@ -230,9 +232,12 @@ struct Forward {
         key_split({0, band.keys}, shared().splits, work_tile.split, params.key_tile);
     const Range keys = intersect(band.keys_of_any(tile.rows()), split_keys);
     load_row_table(p, tile, p.out, split_keys);
+    begin_key_walk(tile, keys);
     ptx::sync_block();
     begin();
-    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) step(key);
+    for (int64_t at = next_key_tile(shared().mask.tiles.begin); at < shared().mask.tiles.end;
+         at = next_key_tile(at + 1))
+      step(at);
     finish(static_cast<int>(packed.size()));
   }
 };
@@ -253,7 +258,7 @@ template <class C>
 TILEWISE_DEVICE void forward_tile(const ForwardParams& params, int32_t tile) {
   const TileOrder::WorkTile work_tile = params.order.at(tile);
   if (work_tile.sequence < 0) return;
-  load_sequence(params.problem, work_tile.sequence);
+  load_sequence(params, work_tile.sequence);
   const int64_t begin = int64_t{work_tile.tile} * params.row_tile;
   const int64_t end =
       min(begin + params.row_tile, params.packing.packed(shared().sequence.band.rows));

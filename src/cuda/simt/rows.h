@@ -5,6 +5,7 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/score_mod.h"
+#include "cuda/common/tile_mask.h"
 #include "cuda/params.h"
 #include "cuda/simt/tile.h"
 
@@ -17,6 +18,7 @@ struct RowTile {
   Range packed;
 
   TILEWISE_DEVICE Range rows() const { return packing.rows(packed); }
+  TILEWISE_DEVICE Range heads() const { return {head0, head0 + packing.group}; }
   TILEWISE_DEVICE bool full() const { return packed.size() == kTile; }
 };
 
@@ -33,6 +35,8 @@ struct Shared {
   Range tile_keys;
   Range current_keys;
   int64_t tile_head;
+
+  common::TileMask mask;
 
   // The search for flagged tiles (recompute_tiles.h): the result of each warp, and the tile found.
   uint32_t first_flagged[kThreads / ptx::kWarpSize];
@@ -66,11 +70,15 @@ static_assert(sizeof(Shared) <= 48 * 1024, "more needs an opt-in that Pascal doe
 
 TILEWISE_DEVICE Shared& shared() { return *reinterpret_cast<Shared*>(ptx::shared_memory()); }
 
+static_assert(common::TileMask::kTile == kTile && common::TileMask::kWindow == kThreads);
+
 // Must precede every other use of shared memory for a tile.
-TILEWISE_DEVICE void load_sequence(const Problem& p, int64_t sequence) {
+template <class Params>
+TILEWISE_DEVICE void load_sequence(const Params& params, int64_t sequence) {
   if (ptx::thread_index() == 0) {
-    shared().sequence = tilewise::sequence_of(p, sequence);
-    shared().score_mod = ScoreMod::of(p);
+    shared().sequence = tilewise::sequence_of(params.problem, sequence);
+    shared().score_mod = ScoreMod::of(params.problem);
+    shared().mask.begin(params.mask, sequence);
   }
   ptx::sync_block();
 }
@@ -137,6 +145,33 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
       key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
+// Starts the walk of the rows of a tile over the tiles of kTile keys that touch `keys`. A barrier
+// has to follow, and to precede it.
+TILEWISE_DEVICE void begin_key_walk(const RowTile& tile, Range keys) {
+  common::TileMask& mask = shared().mask;
+  if (ptx::warp_index() != kThreads / ptx::kWarpSize - 1) return;  // the others fill in tables
+  if (mask.on()) mask.list(tile.rows(), keys);
+  if (ptx::lane_index() == 0) mask.begin_walk(Tiling{keys.end, kTile}.touching(keys));
+}
+
+// The first key tile of the walk from `tile` on.
+TILEWISE_DEVICE int64_t next_key_tile(int64_t tile) {
+  return shared().mask.next(tile, [](int64_t at) {
+    const RowTile& rows = shared().tile;
+    const Range keys = Tiling{shared().sequence.band.keys, kTile}.at(at);
+    return shared().mask.coverage_of(rows.heads(), rows.rows(), keys);
+  });
+}
+
+// Reads the bits of the mask for the rows in the table and kTile keys; tile `walked` of the walk.
+// The caller provides barriers.
+TILEWISE_DEVICE void load_mask_bits(int64_t walked, int64_t first_key) {
+  Shared& from = shared();
+  from.mask.load_bits(
+      from.mask.window.of(walked, 0), first_key, [&](int r) { return from.row[r]; },
+      [&](int r) { return from.head[r]; });
+}
+
 // Visibility inside a thread's 4x4 block: bit 4 i + j says whether row i sees key j.
 struct Visible {
   uint32_t bits;
@@ -150,7 +185,8 @@ struct Visible {
       const int r = thread.y * 4 + i;
       const auto begin = static_cast<uint32_t>(clamp(from.first_key[r] - block_key, 0, 4));
       const auto end = static_cast<uint32_t>(clamp(from.end_key[r] - block_key, 0, 4));
-      v.bits |= (((1u << end) - 1) & ~((1u << begin) - 1)) << (4 * i);
+      const uint32_t of_band = ((1u << end) - 1) & ~((1u << begin) - 1);
+      v.bits |= (of_band & from.mask.four_keys(r, thread.x)) << (4 * i);
     }
     return v;
   }
@@ -197,11 +233,12 @@ struct ThreadWeights {
   template <class Change>
   TILEWISE_DEVICE void change_visible(const ThreadPosition& thread, int64_t first_key,
                                       const Change& change) const {
+    const Visible visible = Visible::of(thread, first_key);
 #pragma unroll 1
     for (int element = 0; element < 16; ++element) {
+      if (!visible.sees(element)) continue;
       const int r = thread.y * 4 + element / 4;
       const int64_t key = first_key + thread.x * 4 + element % 4;
-      if (key < shared().first_key[r] || key >= shared().end_key[r]) continue;
       float& weight = at(element / 4, element % 4);
       weight = change(weight, r, key);
     }
@@ -223,8 +260,8 @@ struct ThreadWeights {
 // One step of a walk: the rows of the tile and kTile keys.
 struct Step {
   int64_t first_key;  // a multiple of kTile
-  // Some pairs of row and key may be masked, by the band, the lengths or a bias of -inf. Always
-  // true for the general form.
+  // Some pairs of row and key may be hidden, by the band, the mask, the lengths or a bias of -inf.
+  // Always true for the general form. Needs the bits of the mask for this step.
   bool masked;
 
   TILEWISE_DEVICE static Step of(const Problem& p, int64_t first_key) {
@@ -232,7 +269,8 @@ struct Step {
     const Range keys = shared().keys;
     const Range all = {first_key, first_key + kTile};
     const bool whole = tile.full() && keys.begin <= all.begin && all.end <= keys.end;
-    return {first_key, !whole || is_general(p) || !shared().sequence.band.covers(tile.rows(), all)};
+    return {first_key, !whole || is_general(p) || shared().mask.partial ||
+                           !shared().sequence.band.covers(tile.rows(), all)};
   }
 };
 

@@ -70,8 +70,6 @@ def test_random_latent_caches(dtype, device):
 @pytest.mark.abi
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_random_masks(dtype, device):
-    if device.name != "cpu":
-        pytest.skip("no GPU kernel reads a mask")
     problems(masked, dtype, 0, device.name, Counter(), shards=3 * SHARDS)()
 
 

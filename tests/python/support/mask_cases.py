@@ -7,9 +7,11 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import capi
+import devices
 
 RANGES, BLOCKS = 1, 2
 FULL, CAUSAL, INVERSE_CAUSAL, BOTH = range(4)
@@ -34,18 +36,22 @@ def dense_of_ranges(ranges: Sequence[Range], rows: int, keys: int) -> Bools:
 
 
 class MaskStruct:
-    """A `tilewise_mask` and the arrays that it points to."""
+    """A `tilewise_mask` and the arrays that it points to, in the memory of the current device."""
 
     def __init__(self, kind: int, first: object, entries: object, width: int, **sizes: int) -> None:
-        self.first = np.ascontiguousarray(first, np.int32)
-        self.entries = np.ascontiguousarray(entries, np.int32).reshape(-1, width)
-        self.bits: NDArray[np.uint32] | None = None
+        listed = np.ascontiguousarray(entries, np.int32).reshape(-1, width)
+        self._arrays: list[torch.Tensor] = []
         self.struct = capi.Mask(
-            struct_size=ctypes.sizeof(capi.Mask), kind=kind, heads=1, first=self.first.ctypes.data,
-            entries=self.entries.ctypes.data, entry_count=len(self.entries),
+            struct_size=ctypes.sizeof(capi.Mask), kind=kind, heads=1,
+            first=self.pointer(np.ascontiguousarray(first, np.int32)),
+            entries=self.pointer(listed), entry_count=len(listed),
         )  # fmt: skip
         for name, value in sizes.items():
             setattr(self.struct, name, value)
+
+    def pointer(self, array: NDArray[np.int32]) -> int:
+        self._arrays.append(devices.put(torch.from_numpy(array)))
+        return self._arrays[-1].data_ptr()
 
     @property
     def address(self) -> int:
@@ -89,10 +95,8 @@ def blocks_struct(dense: Bools, rng: np.random.Generator) -> MaskStruct:
         first.append(len(entries))
     mask = MaskStruct(BLOCKS, first, entries, 3, batch=batch, rows=rows, keys=keys)
     mask.struct.heads = heads
-    mask.bits = np.ascontiguousarray(np.array(bits, np.uint8).reshape(-1, BLOCK, 16)).view(
-        np.uint32
-    )
-    mask.struct.bits, mask.struct.bit_blocks = mask.bits.ctypes.data, len(mask.bits)
+    words = np.ascontiguousarray(np.array(bits, np.uint8).reshape(-1, BLOCK, 16)).view(np.int32)
+    mask.struct.bits, mask.struct.bit_blocks = mask.pointer(words), len(words)
     return mask
 
 
