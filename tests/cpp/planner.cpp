@@ -305,12 +305,6 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
             "device is CUDA (sm_90): no CUDA family has a kernel for a forward in bf16 with "
             "head_dim 576 and head_dim_v 512; head dimensions up to 512 are allowed, and on a CPU "
             "up to 576");
-  const tilewise_mask mask{};
-  Problem masked = problem(TILEWISE_BFLOAT16);
-  masked.mask = &mask;
-  EXPECT_EQ(ask(masked, hopper).why,
-            "device is CUDA (sm_90): no GPU kernel reads a mask: bias with -inf for the hidden "
-            "pairs is allowed");
 }
 
 TEST(Families, NamesAreUniqueAndFitTheAbi) {

@@ -236,8 +236,9 @@ def test_a_graph_may_make_its_mask():
         assert torch.equal(compiled(q, given), attend(q, given))
 
 
+@pytest.mark.abi
 @pytest.mark.parametrize("kind", ["mask_ranges", "mask_blocks"])
-def test_hidden_keys_may_hold_anything(kind):
+def test_hidden_keys_may_hold_anything(kind, device):
     """NaN and infinities in a key reach only the rows that see it."""
     ranges = (((0, 90, 0, 70, 0), (90, 200, 70, 300, 1), (150, 160, 0, 300, 0)),)
     value = ranges if kind == "mask_ranges" else "h"
@@ -246,13 +247,43 @@ def test_hidden_keys_may_hold_anything(kind):
     seen = np.broadcast_to(clean.mask[0], (2, 200, 300))
     dirty.k[0, 100], dirty.v[0, 100] = math.nan, math.inf
     want, got = run(clean), run(dirty)
+    # Kernels of tensor cores leave a tile with a NaN to others, which add in another order.
+    slack = 0.0 if device.name == "cpu" else 1e-5
     for head in range(2):
         rows = ~seen[head, :, 100]
         assert rows.any() and not rows.all()
-        assert np.array_equal(got.out[rows, head], want.out[rows, head])
-        assert np.array_equal(got.lse[rows, head], want.lse[rows, head])
+        for a, b in ((got.out, want.out), (got.lse, want.lse), (got.grads["q"], want.grads["q"])):
+            np.testing.assert_allclose(a[rows, head], b[rows, head], slack, slack)
         assert np.isnan(got.out[~rows, head]).all()
-        assert np.array_equal(got.grads["q"][rows, head], want.grads["q"][rows, head])
+
+
+@pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("kind", ["mask_ranges", "mask_blocks"])
+@pytest.mark.parametrize("damage", ["first", "entries"])
+def test_invalid_entries_only_hide_pairs(kind, damage):
+    """On a GPU entries are not checked; they never make a kernel read outside the arrays."""
+    ranges = (((0, 90, 0, 70, 0), (90, 200, 70, 300, 1), (150, 160, 0, 300, 0)),)
+    value = ranges if kind == "mask_ranges" else "h"
+    case = Case(rows=(200,), keys=(300,), heads_kv=2, head_dim=32, head_dim_v=32, **{kind: value})
+    r = np.random.default_rng(5)
+    for extent in (4, 200, 2**31):
+        b = Built(case)
+        numbers = b.mask_struct.arrays[damage]
+        numbers.copy_(torch.from_numpy(r.integers(-extent, extent, numbers.shape, np.int32)))
+        got = run(b)
+        assert all(np.isfinite(x).all() for x in (got.out, *got.grads.values()))
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_more_ranges_than_a_tile_lists(dtype):
+    """A row with 150 ranges, packed heads, and a key tile that 150 ranges touch."""
+    many = [(i % 7, 20, 2 * i, 2 * i + 1, 0) for i in range(150)]
+    case = Case(
+        dtype=dtype, rows=(20,), keys=(310,), heads_kv=1, group=3, head_dim=16, head_dim_v=16,
+        mask_ranges=((*many, *((0, 3, 40, 60, 1),) * 150),), bias="hr", sinks=True,
+    )  # fmt: skip
+    check(case)
 
 
 @pytest.mark.abi
@@ -458,7 +489,7 @@ def test_sentences_of_calls(mask, kind, sentence, arrays):
 
 
 @pytest.mark.abi
-def test_sentences_of_the_struct():
+def test_sentences_of_the_struct(device):
     case = Case(rows=(200,), keys=(300,), mask_blocks="")
     for change, sentence in {
         "kind=3": "mask.kind is 3: it must be 1 (ranges) or 2 (blocks)",
@@ -467,7 +498,8 @@ def test_sentences_of_the_struct():
         "heads=2": "mask.heads is 2: it must be 1",
         "rows=-1": "mask.rows is -1",
         "first=0": "mask.first is NULL",
-        "entry_count=0": "it must be at most mask.entry_count, which is 0",
+        # Entries of arrays on a GPU are not read.
+        **({"entry_count=0": "it must be at most mask.entry_count"} if device.name == "cpu" else {}),
     }.items():
         b = Built(case)
         struct = ctypes.cast(b.attention.mask, ctypes.POINTER(capi.Mask)).contents

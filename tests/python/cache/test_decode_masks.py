@@ -1,4 +1,4 @@
-"""Masks in the decode kernels of CPUs."""
+"""Masks of problems with few rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from cases import Built, Case, check, run
 from tilewise import masks
 
 
+@pytest.mark.abi
 @pytest.mark.parametrize("kind", ["mask_ranges", "mask_blocks"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("splits", [0, 3])
-def test_decoding_reads_masks(kind, dtype, splits):
+def test_decoding_reads_masks(kind, dtype, splits, device):
     """Rows of several heads against the oracle; a hidden key may hold anything."""
     ranges = (((0, 1, 0, 90, 0), (0, 1, 260, 300, 0), (1, 2, 90, 500, 3)),)
     value = ranges if kind == "mask_ranges" else "h"
@@ -31,8 +32,10 @@ def test_decoding_reads_masks(kind, dtype, splits):
     want, got = run(clean, backward=False), run(dirty, backward=False)
     hidden = ~seen[:, :, key].T  # [rows, heads]
     assert hidden.any() and not hidden.all()
-    assert np.array_equal(got.out[hidden], want.out[hidden])
-    assert np.array_equal(got.lse[hidden], want.lse[hidden])
+    # Kernels of tensor cores leave a tile with a NaN to others, which add in another order.
+    slack = 0.0 if device.name == "cpu" else 2**-7 if dtype == "bf16" else 1e-5
+    np.testing.assert_allclose(got.out[hidden], want.out[hidden], slack, slack)
+    np.testing.assert_allclose(got.lse[hidden], want.lse[hidden], slack, slack)
     assert np.isnan(got.out[~hidden]).all()
 
 

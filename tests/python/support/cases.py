@@ -306,7 +306,7 @@ class Built:
             struct.struct.batch = self.batch if "b" in c.mask_blocks else 1
         else:
             return
-        self.keep.append(struct)
+        self.mask_struct = struct
         self.attention.mask = struct.address
 
     def _pointer(self, t: torch.Tensor) -> int:

@@ -40,18 +40,18 @@ class MaskStruct:
 
     def __init__(self, kind: int, first: object, entries: object, width: int, **sizes: int) -> None:
         listed = np.ascontiguousarray(entries, np.int32).reshape(-1, width)
-        self._arrays: list[torch.Tensor] = []
+        self.arrays: dict[str, torch.Tensor] = {}
         self.struct = capi.Mask(
             struct_size=ctypes.sizeof(capi.Mask), kind=kind, heads=1,
-            first=self.pointer(np.ascontiguousarray(first, np.int32)),
-            entries=self.pointer(listed), entry_count=len(listed),
+            first=self.pointer("first", np.ascontiguousarray(first, np.int32)),
+            entries=self.pointer("entries", listed), entry_count=len(listed),
         )  # fmt: skip
         for name, value in sizes.items():
             setattr(self.struct, name, value)
 
-    def pointer(self, array: NDArray[np.int32]) -> int:
-        self._arrays.append(devices.put(torch.from_numpy(array)))
-        return self._arrays[-1].data_ptr()
+    def pointer(self, name: str, array: NDArray[np.int32]) -> int:
+        self.arrays[name] = devices.put(torch.from_numpy(array))
+        return self.arrays[name].data_ptr()
 
     @property
     def address(self) -> int:
@@ -96,7 +96,7 @@ def blocks_struct(dense: Bools, rng: np.random.Generator) -> MaskStruct:
     mask = MaskStruct(BLOCKS, first, entries, 3, batch=batch, rows=rows, keys=keys)
     mask.struct.heads = heads
     words = np.ascontiguousarray(np.array(bits, np.uint8).reshape(-1, BLOCK, 16)).view(np.int32)
-    mask.struct.bits, mask.struct.bit_blocks = mask.pointer(words), len(words)
+    mask.struct.bits, mask.struct.bit_blocks = mask.pointer("bits", words), len(words)
     return mask
 
 
