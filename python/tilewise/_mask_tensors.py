@@ -30,7 +30,6 @@ def with_mask_of_cache(
     """The options, which do not count the new keys, with the mask of a call with a cache."""
     from . import masks
 
-    refuse_on_gpu(q)
     starts, table = options.cu_seqlens_q, options.block_table
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     batch = _batch(options, q)
@@ -41,11 +40,11 @@ def with_mask_of_cache(
 
     from . import _mask_tree
 
-    eager = _plain.is_eager()
+    on_host = _plain.is_eager() and q.device.type == "cpu"
     rows = q.shape[1] if starts is None else starts.diff()
     longest: Any = rows
-    if starts is not None:
-        longest = int(rows.max()) if eager and batch > 0 else None
+    if starts is not None:  # a GPU would have to be waited for
+        longest = int(rows.max()) if on_host and batch > 0 else None
     _mask_tree.check(mask, batch, longest, starts is not None)
     (bits,) = _tensors(mask, q)
     used = options.seqused_k
@@ -55,7 +54,7 @@ def with_mask_of_cache(
     if options.leftpad_k is not None:
         older = older - options.leftpad_k
     older = older - rows
-    if not eager:
+    if not on_host:
         return _with_arrays(options, *_mask_tree.as_blocks(torch, bits, older, capacity))
     # In the memory of tensors, and in half the time: an operation of NumPy costs less to call.
     arrays, sizes = _mask_tree.as_blocks(np, bits.numpy(), older.numpy(), capacity)
@@ -63,7 +62,11 @@ def with_mask_of_cache(
 
 
 def check_entries(options: Options, q: Tensor) -> None:
-    """Refuses entries of a mask that are out of range: a call without rows and keys."""
+    """Refuses entries of a mask that are out of range: a call without rows and keys. On a GPU they
+    are not read, and hide pairs.
+    """
+    if q.device.type != "cpu":
+        return
     batch = _batch(options, q)
     empty = q.new_empty((batch, 0, q.shape[-2], 1))
     fields = ("mask_first", "mask_entries", "mask_bits", "mask_heads", "mask_rows", "mask_keys")
@@ -73,15 +76,6 @@ def check_entries(options: Options, q: Tensor) -> None:
 
 def _batch(options: Options, q: Tensor) -> int:
     return q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
-
-
-def refuse_on_gpu(q: Tensor) -> None:
-    """For calls that must not begin before a mask is refused; kernels refuse it as well."""
-    if q.device.type != "cpu":
-        raise RuntimeError(
-            f"mask is given with q on {q.device}, but only CPUs compute masks so far: on a GPU, a "
-            "bias of -inf hides pairs"
-        )
 
 
 def _tensors(mask: Any, q: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ class Tree(Mask):
     Speculative decoding with several guesses at each place (SpecInfer, arXiv 2305.09781; Medusa,
     arXiv 2401.10774). A sequence with n rows of q sees its last n keys as draft tokens. Row i sees
     every older key, and draft key j if bit j of row i is set. Only ``attention_with_kvcache`` takes
-    such a mask, so far on CPUs.
+    such a mask.
 
     Attributes:
         bits: int64 [batch, rows]; batch is 1 if all sequences have the same tree.
@@ -233,10 +233,11 @@ def as_blocks(xp: Any, bits: Any, older: Any, capacity: int) -> tuple[list[Any],
             fewer keys than rows.
         capacity: The largest number of keys that a sequence may have.
     """
+    on = {"device": older.device} if is_tensor(older) else {}
     batch, rows = older.shape[0], bits.shape[1]
     full = xp.clip(older, 0, None) // BLOCK
     begin = (older - full * BLOCK)[:, None, None]  # the first draft key in the two blocks
-    words = xp.arange(2 * _WORDS) * 32
+    words = xp.arange(2 * _WORDS, **on) * 32
     shown = (1 << xp.clip(begin - words, 0, 32)) - 1  # [batch, 1, words]: older keys
     for first, half in ((0, bits & _HALF), (32, bits >> 32 & _HALF)):
         at = begin + first - words  # the first bit of the half in each word
@@ -244,11 +245,11 @@ def as_blocks(xp: Any, bits: Any, older: Any, capacity: int) -> tuple[list[Any],
         moved = xp.where(at >= 0, half << xp.clip(at, 0, 31), half >> xp.clip(-at, 0, 31))
         shown = shown | xp.where(abs(at) < 32, moved & _HALF, 0)
     signed = xp.where(shown > _HALF >> 1, shown - _HALF - 1, shown)
-    blocks = xp.zeros((2 * batch + 1, BLOCK, _WORDS), dtype=xp.int32)
+    blocks = xp.zeros((2 * batch + 1, BLOCK, _WORDS), dtype=xp.int32, **on)
     by_block = signed.reshape(batch, rows, 2, _WORDS).swapaxes(1, 2)
     blocks[: 2 * batch, :rows] = by_block.reshape(2 * batch, rows, _WORDS)
-    entries = _entries(xp, full, 2 * xp.arange(batch))
-    first = 3 * xp.arange(batch + 1, dtype=xp.int32)
+    entries = _entries(xp, full, 2 * xp.arange(batch, **on))
+    first = 3 * xp.arange(batch + 1, dtype=xp.int32, **on)
     numbers = {"mask_heads": 1, "mask_rows": rows, "mask_keys": capacity + 3 * BLOCK}
     return [first, entries, blocks], numbers
 

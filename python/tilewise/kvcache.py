@@ -83,8 +83,8 @@ def attention_with_kvcache(
             nothing, and one given twice counts twice. Lengths and block_table say only where new
             keys go. Not together with causal, window, bias, mask, alibi_slopes, cache_leftpad and
             rotary embedding, which need the positions of keys.
-        mask: One of ``tilewise.masks``, on a CPU: a pair is visible if the mask, causal and window
-            all allow it. Key 0 of a mask is the first key after the left padding, and keys count
+        mask: One of ``tilewise.masks``: a pair is visible if the mask, causal and window all allow
+            it. Key 0 of a mask is the first key after the left padding, and keys count
             on through all pages to the last new one. ``Ranges`` may go beyond the keys of a
             sequence. ``Blocks`` must have Sq rows, and a key for each that a row of the caches or
             of block_table has room for; with cu_seqlens_q they may have any size, and what lies

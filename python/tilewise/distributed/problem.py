@@ -308,7 +308,6 @@ def _by_place(request: Request) -> bool:
 def _check_mask(mask: Any, q: Tensor, batch: int) -> None:
     if mask is None:
         return
-    _mask_tensors.refuse_on_gpu(q)  # an error of the kernels would leave messages in flight
     _mask_tensors.with_mask(Options(), q, batch, mask, None)
 
 

@@ -1,4 +1,6 @@
-"""Masks as other packages pass them: tensors of pairs, as a bias; and where masks are data."""
+"""Masks as other packages pass them: tensors of pairs, as a bias; and where masks of
+``tilewise.masks`` pay.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ from torch import Tensor
 
 
 def computes_masks(device: torch.device) -> bool:
-    """Whether ``attention`` takes ``mask`` on this device: so far on CPUs only."""
+    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on CPUs. Of
+    the GPU families only cuda.simt computes such masks, and a bias in a faster family takes less
+    time.
+    """
     return device.type == "cpu"
 
 

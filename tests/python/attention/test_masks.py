@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import capi
+import devices
 import mask_cases
 import tilewise
 from cases import Built, Case, check, run
@@ -30,11 +31,17 @@ SPANS = [[20, 60], [150, 290]]
 def tensors(batch=1, rows=300, keys=300, heads=2, heads_kv=2, dim=16, grad=True):
     generator = torch.Generator().manual_seed(7)
     shapes = [(batch, rows, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim)]
-    return [torch.randn(s, generator=generator).requires_grad_(grad) for s in shapes]
+    made = (devices.put(torch.randn(s, generator=generator)) for s in shapes)
+    return [x.requires_grad_(grad) for x in made]
 
 
 def hidden_by_bias(mask, rows, keys):
-    return torch.where(torch.from_numpy(mask.to_bool(rows, keys)), 0.0, -math.inf)
+    return devices.put(torch.where(torch.from_numpy(mask.to_bool(rows, keys)), 0.0, -math.inf))
+
+
+def placed(mask):
+    """The mask on the device of the test."""
+    return mask.to(devices.current().memory)
 
 
 # --- what masks show ------------------------------------------------------------------------------
@@ -164,33 +171,39 @@ MASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.abi("cpu", "cuda")
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_a_bias_of_minus_infinity(name):
-    mask = MASKS[name]()
+    mask = placed(MASKS[name]())
     options = {"window": (200, 60), "softcap": 20.0, "return_lse": True}
     results = []
     for hides in ({"mask": mask}, {"bias": hidden_by_bias(mask, 300, 300)}):
         q, k, v = tensors(batch=2, heads=4)
         out, lse = tilewise.attention(q, k, v, **hides, **options)
         (out.square().sum() + lse.clamp_min(-50).sum()).backward()
-        results.append([x.detach() for x in (out, lse, q.grad, k.grad, v.grad)])
+        results.append([x.detach().cpu() for x in (out, lse, q.grad, k.grad, v.grad)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    arrays = [x.detach().numpy() for x in (q, k, v)]
+    arrays = [x.detach().cpu().numpy() for x in (q, k, v)]
+    mask, on_cpu = mask.on_host(), q.device.type == "cpu"
     out, lse = tilewise.attention(*arrays, mask=mask, **options)
-    assert np.array_equal(out, results[0][0]) and np.array_equal(lse, results[0][1])
+    for got, want in ((out, results[0][0]), (lse, results[0][1])):
+        np.testing.assert_allclose(got, want, *((0, 0) if on_cpu else (2e-5, 2e-5)))
     dout, dlse = 2 * out, (lse > -50).astype(np.float32)
     grads = tilewise.attention_backward(
         dout, *arrays, out, lse, dlse=dlse, mask=mask, window=(200, 60), softcap=20.0
     )
+    bound = 1e-6 if on_cpu else 2e-5
     for got, want in zip(grads[:3], results[0][2:], strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=bound, atol=bound)
 
 
+@pytest.mark.abi("cpu", "cuda")
 def test_packed_sequences_take_a_list_of_ranges_each():
     q, k, v = (x.flatten(0, 1) for x in tensors(batch=2, rows=150, keys=150))
-    starts = torch.tensor([0, 100, 300], dtype=torch.int32)
-    mask = masks.Ranges([[0, 100], [50, 200]], [[0, 100], [0, 120]], [0, 1], starts=[0, 1, 2])
+    starts = devices.put(torch.tensor([0, 100, 300], dtype=torch.int32))
+    ranges = [[0, 100], [50, 200]], [[0, 100], [0, 120]], [0, 1]
+    mask = placed(masks.Ranges(*ranges, starts=[0, 1, 2]))
     out = tilewise.attention_varlen(q, k, v, starts, starts, mask=mask)
     for b, (begin, end) in enumerate([(0, 100), (100, 300)]):
         own = [x[None, begin:end] for x in (q, k, v)]
@@ -199,13 +212,14 @@ def test_packed_sequences_take_a_list_of_ranges_each():
         torch.testing.assert_close(out[begin:end], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.abi("cpu", "cuda")
 @pytest.mark.parametrize("kind", ["ranges", "blocks", "blocks per head"])
 def test_masks_under_compile_and_vmap(kind):
-    mask = masks.Ranges.documents(torch.tensor(STARTS, dtype=torch.int32))
+    mask = masks.Ranges.documents(devices.put(torch.tensor(STARTS, dtype=torch.int32)))
     if kind == "blocks":
         mask = mask.blocks(300, 300)
     elif kind == "blocks per head":
-        mask = masks.from_bool(torch.rand(1, 2, 300, 300) < 0.3)
+        mask = masks.from_bool(devices.put(torch.rand(1, 2, 300, 300) < 0.3))
     q, k, v = tensors(batch=2, grad=False)
     want = tilewise.attention(q, k, v, mask=mask)
     torch.compiler.reset()
@@ -221,6 +235,7 @@ def test_masks_under_compile_and_vmap(kind):
     assert torch.equal(mapped(q, k, v), want)
 
 
+@pytest.mark.abi("cpu", "cuda")
 def test_a_graph_may_make_its_mask():
     q, k, v = tensors(batch=2, grad=False)
 
@@ -232,7 +247,7 @@ def test_a_graph_may_make_its_mask():
     torch.compiler.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for starts in (STARTS, [0, 100, 220, 300]):
-        given = torch.tensor(starts, dtype=torch.int32)
+        given = devices.put(torch.tensor(starts, dtype=torch.int32))
         assert torch.equal(compiled(q, given), attend(q, given))
 
 
@@ -499,7 +514,9 @@ def test_sentences_of_the_struct(device):
         "rows=-1": "mask.rows is -1",
         "first=0": "mask.first is NULL",
         # Entries of arrays on a GPU are not read.
-        **({"entry_count=0": "it must be at most mask.entry_count"} if device.name == "cpu" else {}),
+        **(
+            {"entry_count=0": "it must be at most mask.entry_count"} if device.name == "cpu" else {}
+        ),
     }.items():
         b = Built(case)
         struct = ctypes.cast(b.attention.mask, ctypes.POINTER(capi.Mask)).contents

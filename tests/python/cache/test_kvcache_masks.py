@@ -14,6 +14,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import compat_reference as reference
+import devices
 import mask_cases
 import oracle
 import tilewise
@@ -107,15 +108,27 @@ def as_arrays(given: dict[str, Any]) -> dict[str, Any]:
     return {name: array(x) if torch.is_tensor(x) else x for name, x in given.items()}
 
 
+def placed(given: dict[str, Any]) -> dict[str, Any]:
+    """The tensors on the device of the test, and the mask, which may hold arrays on a CPU."""
+    memory = devices.current().memory
+    if memory.type == "cpu":
+        return given
+    return {n: x.to(memory) if hasattr(x, "to") else x for n, x in given.items()}
+
+
 def check(problem: Problem) -> None:
-    """Tensors and arrays, against the oracle and bitwise against each other."""
+    """Tensors against the oracle, and on a CPU bitwise against arrays."""
     given, cache = problem.arguments()
     options = dict(problem.options, mask=problem.mask, return_lse=True)
     arrays = tilewise.attention_with_kvcache(**as_arrays(given), **options)
-    got = tilewise.attention_with_kvcache(**given, **options)
+    there = placed(given | options)
+    got = [x.cpu() for x in tilewise.attention_with_kvcache(**there)]
+    cache.k.copy_(there["k_cache"]), cache.v.copy_(there["v_cache"])
     exact, plain = problem.expected(given, cache)
     for name, x, y, z in zip(("out", "lse"), got, plain, exact, strict=True):
         assert_as_good(x, y, z, 2, f"{name} of {problem}")
+    if there["q"].device.type != "cpu":
+        return
     for x, array in zip(got, arrays, strict=True):
         assert np.array_equal(x.double().numpy(), np.asarray(array, np.float64))
 
@@ -175,6 +188,7 @@ def over_blocks(draw: st.DrawFn) -> Problem:
     return Problem(**call, mask=masks.from_bool(dense), dense=dense)
 
 
+@pytest.mark.abi("cpu", "cuda")
 @seed(11)
 @settings(max_examples=60, deadline=None, database=None)
 @given(problem=over_ranges())
@@ -182,6 +196,7 @@ def test_ranges_over_a_cache(problem: Problem) -> None:
     check(problem)
 
 
+@pytest.mark.abi("cpu", "cuda")
 @seed(12)
 @settings(max_examples=60, deadline=None, database=None)
 @given(problem=over_blocks())
@@ -291,12 +306,3 @@ def test_explain_names_the_mask() -> None:
     mask = masks.from_bool(np.arange(200) < np.full((3, 1), 128))
     text = str(tilewise.explain(q, cache, cache, cache_seqlens=np.array([4, 9]), mask=mask))
     assert "2 tiles of 128 x 128 of the mask, without the band: 1 skipped, 1 full" in text
-
-
-def test_gpus_refuse_a_mask_before_anything_is_written() -> None:
-    """Tensors without memory stand for those of a GPU."""
-    q, cache = (torch.empty(2, n, 2, 8, device="meta") for n in (3, 32))
-    with pytest.raises(RuntimeError, match="mask is given with q on meta, but only CPUs compute"):
-        tilewise.attention_with_kvcache(
-            q, cache, cache, q, q, cache_seqlens=4, mask=masks.Ranges.causal(3)
-        )

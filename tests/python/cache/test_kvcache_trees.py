@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+import devices
 import oracle
 import tilewise
 from compat_reference import assert_as_good
 from test_kvcache import HEAD_DIM, HEAD_DIM_V, Cache
-from test_kvcache_masks import HEADS, HEADS_KV, Problem, as_arrays, calls, check
+from test_kvcache_masks import HEADS, HEADS_KV, Problem, as_arrays, calls, check, placed
 from tilewise import masks
 
 PARENTS = [-1, 0, 0, 1, 1, 2]
@@ -61,6 +62,7 @@ def over_trees(draw: st.DrawFn) -> Problem:
     return Problem(**call, mask=mask, dense=np.stack(dense)[:, None])
 
 
+@pytest.mark.abi("cpu", "cuda")
 @seed(13)
 @settings(max_examples=80, deadline=None, database=None)
 @given(problem=over_trees())
@@ -68,14 +70,15 @@ def test_trees_over_a_cache(problem: Problem) -> None:
     check(problem)
 
 
+@pytest.mark.abi("cpu", "cuda")
 @pytest.mark.parametrize("older", [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 272])
 def test_64_rows_at_every_edge_of_a_block(older: int) -> None:
     """Row i of a chain sees the keys up to its own, as a causal row does."""
     g = torch.Generator().manual_seed(0)
     shapes = dict(q=(1, 64, 2, 16), k=(1, 64, 2, 16), v=(1, 64, 2, 16))
-    new = {name: torch.randn(*shape, generator=g) for name, shape in shapes.items()}
-    caches = torch.randn(2, 1, 336, 2, 16, generator=g)
-    chain = masks.Tree.from_parents(range(-1, 63))
+    new = placed({name: torch.randn(*shape, generator=g) for name, shape in shapes.items()})
+    caches = devices.put(torch.randn(2, 1, 336, 2, 16, generator=g))
+    chain = masks.Tree.from_parents(range(-1, 63)).to(caches.device)
     call = dict(new, cache_seqlens=older, return_lse=True)
     got = tilewise.attention_with_kvcache(
         k_cache=caches[0].clone(), v_cache=caches[1].clone(), mask=chain, **call
@@ -87,6 +90,7 @@ def test_64_rows_at_every_edge_of_a_block(older: int) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.abi("cpu", "cuda")
 def test_packed_sequences_have_as_many_draft_keys_as_rows() -> None:
     rows, lengths = [6, 0, 3, 1], [130, 7, 0, 40]
     cache = Cache(4, HEADS_KV, torch.float32, 16, capacity=160)
@@ -101,8 +105,10 @@ def test_packed_sequences_have_as_many_draft_keys_as_rows() -> None:
         cu_seqlens_k_new=torch.from_numpy(starts),
     )  # fmt: skip
     arrays = tilewise.attention_with_kvcache(**as_arrays(given), mask=mask)
-    out = tilewise.attention_with_kvcache(**given, mask=mask)
-    assert np.array_equal(out.numpy(), arrays)
+    there = placed(given | dict(mask=mask))
+    out = tilewise.attention_with_kvcache(**there).cpu()
+    assert q.device != there["q"].device or np.array_equal(out.numpy(), arrays)
+    cache.k.copy_(there["k_cache"]), cache.v.copy_(there["v_cache"])
     ends = [length + n for length, n in zip(lengths, rows, strict=True)]
     sequences = oracle.sequences_of(4, 0, 160, cu_seqlens_q=starts.tolist(), seqused_k=ends)
     dense = np.zeros((4, 1, 6, 160), bool)
