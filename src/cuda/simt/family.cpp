@@ -10,12 +10,12 @@ namespace {
 int32_t table(const Gpu&) { return kTables.front().number; }
 
 WhyNot why_not(const Request& request, const Gpu&) {
-  if (!request.is(Pass::jvp) && !request.is(Pass::second)) return {};
+  if (!request.is(Pass::second)) return {};
   if (request.problem.mask != nullptr)
     return {.text =
-                "no GPU kernel of jvp and second reads a mask: bias with -inf for the hidden pairs "
-                "is allowed"};
-  return request.is(Pass::second) ? why_no_other_out(request) : WhyNot{};
+                "no GPU kernel of the second derivatives reads a mask: bias with -inf for the "
+                "hidden pairs is allowed"};
+  return why_no_other_out(request);
 }
 
 // The kernels are compiled per element type of q; float8 keys are an option of them.

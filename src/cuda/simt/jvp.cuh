@@ -83,14 +83,16 @@ struct Jvp {
     add_weighted(o, shared().weights, shared().stage, b, now.masked);
   }
 
-  TILEWISE_DEVICE void step(int64_t first_key) {
-    const Step now = Step::of(p, first_key);
-    ptx::sync_block();  // the key table of the previous step has been read
+  TILEWISE_DEVICE void step(int64_t tile) {
+    const int64_t first_key = tile * kTile;
+    ptx::sync_block();  // the key table and the bits of the previous step have been read
     load_key_table(p, first_key);
+    load_mask_bits(tile, first_key);
     scores.load_key_table(first_key);
     Block weight;
     Block tangent;
     scores.products(weight, tangent);
+    const Step now = Step::of(p, first_key);
     scores.weigh(weight, tangent, first_key);
     if (scores.any()) {
       set_references(weight, tangent);
@@ -160,9 +162,12 @@ struct Jvp {
     load_row_table(p, tile, p.out, {0, band.keys});
     load_lse(p);
     scores.load_row_table();
+    begin_key_walk(tile, keys);
     ptx::sync_block();
     begin();
-    for (int64_t key = keys.begin / kTile * kTile; key < keys.end; key += kTile) step(key);
+    for (int64_t at = next_key_tile(shared().mask.tiles.begin); at < shared().mask.tiles.end;
+         at = next_key_tile(at + 1))
+      step(at);
     finish();
   }
 };
@@ -174,7 +179,7 @@ void jvp(TILEWISE_PARAMETER JvpParams params) {
   ptx::griddepcontrol_wait();
   const TileOrder::WorkTile work_tile = params.order.at(ptx::block_index());
   if (work_tile.sequence < 0) return;
-  load_sequence(params.problem, work_tile.sequence);
+  load_sequence(params, work_tile.sequence);
   const Band& band = shared().sequence.band;
   const int64_t begin = int64_t{work_tile.tile} * kTile;
   const int64_t end = min(begin + kTile, params.packing.packed(band.rows));
