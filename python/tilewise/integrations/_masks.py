@@ -9,9 +9,8 @@ from torch import Tensor
 
 
 def computes_masks(device: torch.device) -> bool:
-    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on CPUs. Of
-    the GPU families only cuda.simt computes such masks, and a bias in a faster family takes less
-    time.
+    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on CPUs. On
+    GPUs only cuda.simt computes such masks, and a bias in a faster family takes less time.
     """
     return device.type == "cpu"
 
