@@ -19,7 +19,7 @@ import torch
 import devices
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL = range(4)
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, JVP = 0, 1, 2
 OUT_DEFAULT, OUT_FLOAT32 = 0, 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -112,6 +112,22 @@ class Gradients(c.Structure):
     )
 
 
+class Tangents(c.Structure):
+    _fields_ = _fields(
+        (c.c_uint32, "struct_size"),
+        (c.c_int32, "reserved"),
+        (Tensor, "q k v out"),
+        (c.c_void_p, "lse"),
+        (c.c_int64, "lse_stride_batch lse_stride_head"),
+        (c.c_void_p, "bias"),
+        (c.c_int64, "bias_stride_batch bias_stride_head bias_stride_row"),
+        (c.c_void_p, "sinks scale"),
+        (Tensor, "dout"),
+        (c.c_void_p, "dlse"),
+        (c.c_int64, "dlse_stride_batch dlse_stride_head"),
+    )
+
+
 class PlanInfo(c.Structure):
     _fields_ = [
         ("struct_size", c.c_uint32),
@@ -186,6 +202,10 @@ def library() -> c.CDLL:
     lib.tilewise_plan.argtypes = [c.c_void_p, c.c_void_p, c.c_int32, c.c_void_p]
     lib.tilewise_forward.argtypes = [c.c_void_p, c.c_void_p, c.c_int64]
     lib.tilewise_backward.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int64]
+    lib.tilewise_plan_tangents.argtypes = [
+        c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_void_p,
+    ]  # fmt: skip
+    lib.tilewise_jvp.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int64]
     lib.tilewise_append_kv.argtypes = [c.c_void_p]
     lib.tilewise_kernel.argtypes = [c.c_int32, c.c_void_p]
     return lib
@@ -385,6 +405,18 @@ def forward(attention: Attention) -> PlanInfo:
     info = plan(attention)
     workspace = Workspace(info.workspace_bytes)
     status = library().tilewise_forward(c.byref(attention), workspace.start, info.workspace_bytes)
+    assert status == OK, last_error()
+    workspace.check()
+    return info
+
+
+def jvp(attention: Attention, tangents: Tangents) -> PlanInfo:
+    info = PlanInfo(struct_size=c.sizeof(PlanInfo))
+    given = c.byref(attention), c.byref(tangents)
+    status = library().tilewise_plan_tangents(*given, None, JVP, c.byref(info))
+    assert status == OK, last_error()
+    workspace = Workspace(info.workspace_bytes)
+    status = library().tilewise_jvp(*given, workspace.start, info.workspace_bytes)
     assert status == OK, last_error()
     workspace.check()
     return info
