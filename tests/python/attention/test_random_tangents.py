@@ -18,6 +18,7 @@ import capi
 import oracle
 from bounds import FP32_OUT_UNITS, FP32_RELATIVE, UNIT, largest
 from cases import Built, Case, flat, float64
+from index_faults import last_error
 from strategies import cases
 
 pytestmark = pytest.mark.abi
@@ -125,3 +126,26 @@ def test_random_tangents(shard, device):
         check(case, moving)
 
     (body if THOROUGH else seed(shard)(body))()
+
+
+@pytest.mark.abi("cuda", "emulator")
+def test_tangents_of_a_sequence_with_an_invalid_length_are_nan():
+    """The CPU refuses such a call. Rows of other sequences, and unused ones, are as always."""
+    case = Case(
+        rows=(9, 17), keys=(20, 30), varlen_q=True, varlen_k=True, tail_q=3, used_k=(20, 25),
+        head_dim=24, head_dim_v=16,
+    )  # fmt: skip
+    b = Built(case)
+    moved = Moved(b, frozenset("qkv"))
+    want = moved.expected()
+    b.attention.stream = b.device.stream
+    capi.forward(b.attention)
+    last_error()  # forgets what earlier tests have left
+    b.meta["seqused_k"][0] = 21
+    out, lse = moved.run()
+    found = last_error()
+    assert found is not None and found.array == b"seqused_k"
+    assert np.isnan(out[:9]).all() and np.isnan(lse[:9]).all()
+    assert np.allclose(out[9:], want.out[9:], rtol=0, atol=1e-5)
+    assert np.allclose(lse[9:], want.lse[9:], rtol=0, atol=1e-5)
+    assert not out[26:].any() and not lse[26:].any()
