@@ -77,11 +77,12 @@ TILEWISE_COLD void recompute_row(const ForwardParams& params, int64_t batch, int
   const Problem& p = params.problem;
   const Sequence s = sequence_of(p, batch);
   if constexpr (sizeof(T) == 4) {
-    if (p.dtype == TILEWISE_FLOAT16) return write_exact_row<Half, Form::general>(p, s, row, head);
+    if (p.dtype == TILEWISE_FLOAT16)
+      return write_exact_row<Half, Form::general>(p, params.mask, s, row, head);
     if (p.dtype == TILEWISE_BFLOAT16)
-      return write_exact_row<BFloat16, Form::general>(p, s, row, head);
+      return write_exact_row<BFloat16, Form::general>(p, params.mask, s, row, head);
   }
-  write_exact_row<T, Form::general>(p, s, row, head);
+  write_exact_row<T, Form::general>(p, params.mask, s, row, head);
 }
 
 // A row of splits. Index: row over all sequences, head.

@@ -7,23 +7,27 @@
 #include <cfloat>
 #include <type_traits>
 
+#include "attention/mask.h"
 #include "base/float8.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine_weights.h"
 #include "cuda/common/out.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/form.h"
+#include "cuda/params.h"
 
 namespace tilewise::cuda::common {
 
 // T: storage of q, K: of k and v. Form::plain has no softcap, ALiBi, bias or dropout, and an out of
-// the type of q.
-template <class T, class K, Form kForm>
+// the type of q. Without kReadsMask there is no mask, and none is given.
+template <class T, class K, Form kForm, bool kReadsMask = false>
 class ExactRow {
  public:
   // Row `row` of sequence `s`, query head `head`.
-  TILEWISE_DEVICE ExactRow(const Problem& p, const Sequence& s, int64_t row, int64_t head)
+  TILEWISE_DEVICE ExactRow(const Problem& p, const Sequence& s, int64_t row, int64_t head,
+                           const tilewise_mask* mask = nullptr)
       : p_(p),
+        mask_(mask),
         s_(s),
         keys_(s.band.keys_of(row)),
         row_(row),
@@ -127,7 +131,20 @@ class ExactRow {
     return static_cast<const K*>(view.data) + s_.kv.offset(view, key) + kv_head_ * view.stride_head;
   }
 
+  // Whether the mask shows the key to the row.
+  TILEWISE_COLD bool is_shown(int64_t key) const {
+    bool shown = false;
+    Mask::of(mask_, s_.batch).for_runs(head_, row_, {key, key + 1}, [&](Range) {
+      shown = true;
+      return false;
+    });
+    return shown;
+  }
+
   TILEWISE_DEVICE float score(int64_t key) const {
+    if constexpr (kReadsMask) {
+      if (is_given(*mask_) && !is_shown(key)) return kMinusInfinity;
+    }
     if constexpr (kForm == Form::general) {
       if (score_mod_.bias != nullptr &&
           score_mod_.bias_at(row_score_mod_.bias + key) == kMinusInfinity)
@@ -152,6 +169,7 @@ class ExactRow {
   }
 
   const Problem& p_;
+  const tilewise_mask* const mask_;
   const Sequence& s_;
   const Range keys_;
   const int64_t row_;
@@ -168,11 +186,12 @@ class ExactRow {
 
 // Computes and writes one row. With 16-bit q, the cache may be float8.
 template <class T, Form kForm>
-TILEWISE_COLD void write_exact_row(const Problem& p, const Sequence& s, int64_t row, int64_t head) {
+TILEWISE_COLD void write_exact_row(const Problem& p, const tilewise_mask& mask, const Sequence& s,
+                                   int64_t row, int64_t head) {
   if constexpr (sizeof(T) == 2) {
-    if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm>(p, s, row, head).write();
+    if (p.kv_float8 != 0) return ExactRow<T, Float8, kForm, true>(p, s, row, head, &mask).write();
   }
-  ExactRow<T, T, kForm>(p, s, row, head).write();
+  ExactRow<T, T, kForm, true>(p, s, row, head, &mask).write();
 }
 
 }  // namespace tilewise::cuda::common
