@@ -21,7 +21,8 @@ void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attentio
   a.bias_stride_head = stride_of(bias, 1);
   a.bias_stride_row = stride_of(bias, 2);
   a.bias_dtype = element_type(bias, "bias");
-  if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype)
+  const bool float8 = a.dtype == TILEWISE_FLOAT8_E4M3;  // the library compares it with out
+  if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype && !float8)
     invalid("bias has dtype " + dtype_text(dtype_of(bias)) +
             ", but must be float32 or the dtype of q");
 }
@@ -177,6 +178,25 @@ void describe_mask(const Options& options, Problem& problem) {
   m.batch = lists / of_sequence;
 }
 
+void set_out_dtype(Problem& problem, int64_t out_dtype) {
+  switch (out_dtype) {
+    case TILEWISE_OUT_DEFAULT:
+      return;
+    case TILEWISE_OUT_FLOAT32:
+      problem.out_dtype = aoti_torch_dtype_float32();
+      break;
+    case TILEWISE_OUT_FLOAT16:
+      problem.out_dtype = aoti_torch_dtype_float16();
+      break;
+    case TILEWISE_OUT_BFLOAT16:
+      problem.out_dtype = aoti_torch_dtype_bfloat16();
+      break;
+    default:
+      invalid("out_dtype is " + std::to_string(out_dtype) + ", but must be 0 to 3");
+  }
+  problem.attention.out_dtype = static_cast<int32_t>(out_dtype);
+}
+
 void expect_lse(const Tensor& lse, const char* name, const Problem& problem, bool with_lse_low) {
   const tilewise_attention& a = problem.attention;
   expect_place(lse, name, problem.place);
@@ -205,6 +225,7 @@ Options::Options(Arguments& arguments)
       block_table(arguments.optional_tensor()),
       kv_batch_idx(arguments.optional_tensor()),
       leftpad_k(arguments.optional_tensor()),
+      q_descale(arguments.optional_tensor()),
       k_descale(arguments.optional_tensor()),
       v_descale(arguments.optional_tensor()),
       scale_tensor(arguments.optional_tensor()),
@@ -233,8 +254,18 @@ Options::Options(Arguments& arguments)
       mask_heads(arguments.integer()),
       mask_rows(arguments.integer()),
       mask_keys(arguments.integer()),
-      float32_out(arguments.flag()),
+      out_dtype(arguments.integer()),
       heads_first(arguments.flag()) {}
+
+Descale descale_of(const OptionalTensor& given, const char* name, int64_t batch, int64_t heads_kv,
+                   const Place& place) {
+  if (!given) return {};
+  expect_place(*given, name, place);
+  expect_dtype(*given, name, aoti_torch_dtype_float32(), "float32");
+  expect_shape(*given, name, {batch, heads_kv});
+  return {static_cast<const float*>(address_of(*given)), stride_of(*given, 0),
+          stride_of(*given, 1)};
+}
 
 int64_t Problem::keys() const {
   return attention.block_table != nullptr ? attention.block_table_width * attention.page_size
@@ -245,6 +276,8 @@ Problem new_problem(const Tensor& q) {
   Problem problem;
   problem.place = place_of(q);
   problem.torch_dtype = problem.out_dtype = dtype_of(q);
+  if (problem.torch_dtype == aoti_torch_dtype_float8_e4m3fn())
+    problem.out_dtype = aoti_torch_dtype_bfloat16();
   tilewise_attention& a = problem.attention;
   a.struct_size = sizeof(a);
   a.device =
@@ -263,10 +296,7 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   if (!float8) expect_dtype(k, "k", problem.torch_dtype, "the dtype of q, or float8_e4m3fn");
   expect_dtype(v, "v", dtype_of(k), "the dtype of k");
   a.kv_float8 = float8 ? 1 : 0;
-  if (options.float32_out) {
-    a.out_dtype = TILEWISE_OUT_FLOAT32;
-    problem.out_dtype = aoti_torch_dtype_float32();
-  }
+  set_out_dtype(problem, options.out_dtype);
 
   describe_lengths(q, options, problem);
   const int64_t rows_at = q.dim() - 3;
@@ -288,6 +318,11 @@ Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   a.tf32 = options.tf32 ? 1 : 0;
   a.check = options.check ? 1 : 0;
   a.batch_invariant = options.batch_invariant ? 1 : 0;
+  const Descale of_q =
+      descale_of(options.q_descale, "q_descale", a.batch, a.heads_kv, problem.place);
+  a.q_descale = of_q.data;
+  a.q_descale_stride_batch = of_q.stride_batch;
+  a.q_descale_stride_head = of_q.stride_head;
   set_descale(a, options.k_descale, options.v_descale, problem.place);
   return problem;
 }

@@ -41,7 +41,7 @@ struct Options {
   explicit Options(Arguments& arguments);
   OptionalTensor bias, alibi_slopes, sinks;
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  OptionalTensor block_table, kv_batch_idx, leftpad_k, k_descale, v_descale;
+  OptionalTensor block_table, kv_batch_idx, leftpad_k, q_descale, k_descale, v_descale;
   OptionalTensor scale_tensor, dropout_state, diagonal;
   OptionalTensor mask_first, mask_entries, mask_bits;
   double scale;
@@ -51,7 +51,8 @@ struct Options {
   bool deterministic, tf32, check, batch_invariant;
   int64_t row_offset, key_offset, batch_offset, head_offset, heads_q_total;
   int64_t mask_heads, mask_rows, mask_keys;
-  bool float32_out, heads_first;
+  int64_t out_dtype;
+  bool heads_first;
 };
 
 // A problem as the C ABI describes it; the caller fills in `out` and `lse`.
@@ -68,21 +69,25 @@ struct Problem {
 // Sets device and dtype, which q alone determines.
 Problem new_problem(const Tensor& q);
 Problem describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
-// Sets the scale factors [batch, heads_kv] of a float8_e4m3fn cache in a struct that has them.
+
+// The scale factors [batch, heads_kv] of a float8_e4m3fn tensor, if they are given.
+struct Descale {
+  const float* data = nullptr;
+  int64_t stride_batch = 0, stride_head = 0;
+};
+Descale descale_of(const OptionalTensor& given, const char* name, int64_t batch, int64_t heads_kv,
+                   const Place& place);
+// Sets those of a cache in a struct that has them.
 template <class Struct>
 void set_descale(Struct& c, const OptionalTensor& k, const OptionalTensor& v, const Place& place) {
-  const auto set = [&](const OptionalTensor& given, const char* name, const float*& data,
-                       int64_t& stride_batch, int64_t& stride_head) {
-    if (!given) return;
-    expect_place(*given, name, place);
-    expect_dtype(*given, name, aoti_torch_dtype_float32(), "float32");
-    expect_shape(*given, name, {c.batch, c.heads_kv});
-    data = static_cast<const float*>(address_of(*given));
-    stride_batch = stride_of(*given, 0);
-    stride_head = stride_of(*given, 1);
-  };
-  set(k, "k_descale", c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head);
-  set(v, "v_descale", c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head);
+  const Descale of_k = descale_of(k, "k_descale", c.batch, c.heads_kv, place);
+  c.k_descale = of_k.data;
+  c.k_descale_stride_batch = of_k.stride_batch;
+  c.k_descale_stride_head = of_k.stride_head;
+  const Descale of_v = descale_of(v, "v_descale", c.batch, c.heads_kv, place);
+  c.v_descale = of_v.data;
+  c.v_descale_stride_batch = of_v.stride_batch;
+  c.v_descale_stride_head = of_v.stride_head;
 }
 
 // A new lse for a described problem: [B, Hq, Sq] or, if q is packed, [Hq, T]. With lse_low it is

@@ -133,7 +133,7 @@ GradientTensors new_gradients(tilewise_gradients& g, const Problem& problem, con
 }
 
 void expect_out(const Tensor& out, const char* name, const Problem& problem) {
-  expect_dtype(out, name, problem.out_dtype, "the dtype of q, or float32 with float32_out");
+  expect_dtype(out, name, problem.out_dtype, "the dtype of q, or that of out_dtype");
   expect_rows(out, name, problem);
 }
 

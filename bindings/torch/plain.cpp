@@ -76,13 +76,13 @@ Problem describe_plain(const Tensor& q, const Tensor& k, const Tensor& v,
   return problem;
 }
 
-// A new contiguous tensor in the caller's layout.
+// A new contiguous tensor in the caller's layout: out, or a gradient, which has the dtype of out.
 Tensor new_in_layout(int64_t rows, int64_t heads, int64_t columns, const Problem& problem,
                      const PlainOptions& options) {
   const int64_t batch = problem.attention.batch;
   return options.heads_first
-             ? new_tensor({batch, heads, rows, columns}, problem.torch_dtype, problem.place)
-             : new_tensor({batch, rows, heads, columns}, problem.torch_dtype, problem.place);
+             ? new_tensor({batch, heads, rows, columns}, problem.out_dtype, problem.place)
+             : new_tensor({batch, rows, heads, columns}, problem.out_dtype, problem.place);
 }
 
 void set_plain_result(Problem& problem, const Tensor& out, const Tensor& lse,

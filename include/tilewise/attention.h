@@ -20,7 +20,7 @@ typedef struct tilewise_attention {
   int32_t device;       /* tilewise_device */
   int32_t device_index; /* ordinal of the GPU; 0 for the CPU */
   int32_t dtype;        /* tilewise_dtype of q; also of k and v, unless kv_float8 is 1, and of out,
-                           unless out_dtype is given */
+                           unless out_dtype is given or q is float8_e4m3 (forward only) */
   void* stream;         /* CUDA stream; not read for the CPU */
 
   int64_t batch;      /* B, the number of sequences: 0..2^31-1 */
@@ -59,7 +59,8 @@ typedef struct tilewise_attention {
                                  sequence, which the library cannot check */
   int64_t bias_stride_head;
   int64_t bias_stride_row;
-  int32_t bias_dtype; /* fp32 or the dtype of q */
+  int32_t bias_dtype; /* fp32 or the dtype of q; for q of float8_e4m3, fp32 or fp16 where out has
+                         fp16, and otherwise fp32 or bf16 */
   float dropout_p;    /* 0 <= p < 1 */
   uint64_t dropout_seed;
   uint64_t dropout_offset;
@@ -136,7 +137,8 @@ typedef struct tilewise_attention {
                              tangent have the dtype of q */
   int32_t reserved;       /* 0 */
   const float* q_descale; /* fp32 [B, Hkv]: q of float8_e4m3 is multiplied by it, with one factor
-                             for all query heads that share a head of k and v; NULL: 1 */
+                             for all query heads that share a head of k and v; NULL: 1. Kernels read
+                             a 16-bit copy of such a q, which the forward writes to the workspace */
   int64_t q_descale_stride_batch; /* 0 broadcasts */
   int64_t q_descale_stride_head;
 

@@ -188,6 +188,10 @@ struct Options {
   int64_t head_offset = 0;
   int64_t heads_q_total = 0;
   const tilewise_mask* mask = nullptr;  // which pairs are visible, besides the band
+  // The factors of float8_e4m3 views, contiguous [batch, heads of k]; none: 1.
+  std::span<const float> q_descale = {};
+  std::span<const float> k_descale = {};
+  std::span<const float> v_descale = {};
 };
 
 namespace detail {
@@ -218,9 +222,12 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
   check_rank("k", k.rank, !o.cu_seqlens_k.empty());
   check_same("the ranks of k and v", k.rank, v.rank);
   check_same("the ranks of q and out", q.rank, out.rank);
-  for (const ConstTensor* each : {&k, &v})
-    check_same("the dtypes of q and of k or v", int{q.dtype}, int{each->dtype});
-  if (out.dtype != TILEWISE_FLOAT32)
+  check_same("the dtypes of k and v", int{k.dtype}, int{v.dtype});
+  if (k.dtype != TILEWISE_FLOAT8_E4M3)
+    check_same("the dtypes of q and of k or v", int{q.dtype}, int{k.dtype});
+  if (q.dtype == TILEWISE_FLOAT8_E4M3 && out.dtype == q.dtype)
+    invalid("the dtypes of q and out are float8_e4m3: out must be float32, float16 or bfloat16");
+  if (q.dtype != TILEWISE_FLOAT8_E4M3 && out.dtype != TILEWISE_FLOAT32)
     check_same("the dtypes of q and out", int{q.dtype}, int{out.dtype});
   if (q.rank == 4) check_same("the batches of q and out", q.batch(), out.batch());
   if (k.rank == 4) check_same("the batches of k and v", k.batch(), v.batch());
@@ -233,11 +240,27 @@ inline void check_shapes(const ConstTensor& q, const ConstTensor& k, const Const
   check_same("the columns of v and out", v.columns(), out.columns());
 }
 
+// The tilewise_out_dtype of an out that has another dtype than q.
+inline int32_t out_dtype(tilewise_dtype dtype) {
+  if (dtype == TILEWISE_FLOAT32) return TILEWISE_OUT_FLOAT32;
+  return dtype == TILEWISE_FLOAT16 ? TILEWISE_OUT_FLOAT16 : TILEWISE_OUT_BFLOAT16;
+}
+
+inline void set_descale(const char* name, std::span<const float> given, const tilewise_attention& a,
+                        const float*& data, int64_t& stride_batch, int64_t& stride_head) {
+  check_size(name, given.size(), a.batch * a.heads_kv);
+  if (given.empty()) return;
+  data = given.data();
+  stride_batch = a.heads_kv;
+  stride_head = 1;
+}
+
 }  // namespace detail
 
-// The struct of the C ABI for these tensors, on the CPU. out has the dtype of q or float32. If
-// `lse` and `lse_low` are not empty, they are contiguous: [batch, head, row], or [head, row] with
-// cu_seqlens_q. So is `max_logits`: [batch, head].
+// The struct of the C ABI for these tensors, on the CPU. k and v have the dtype of q or, for q of
+// 16 bits, float8_e4m3. out has the dtype of q or float32; for q of float8_e4m3 it has 16 or 32
+// bits. If `lse` and `lse_low` are not empty, they are contiguous: [batch, head, row], or [head,
+// row] with cu_seqlens_q. So is `max_logits`: [batch, head].
 inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                                    const Tensor& out, const Options& options = {},
                                    std::span<float> lse = {}, std::span<float> lse_low = {},
@@ -263,7 +286,14 @@ inline tilewise_attention describe(const ConstTensor& q, const ConstTensor& k, c
   a.k = k.raw();
   a.v = v.raw();
   a.out = out.raw();
-  a.out_dtype = out.dtype == q.dtype ? TILEWISE_OUT_DEFAULT : TILEWISE_OUT_FLOAT32;
+  a.out_dtype = out.dtype == q.dtype ? TILEWISE_OUT_DEFAULT : detail::out_dtype(out.dtype);
+  a.kv_float8 = k.dtype == TILEWISE_FLOAT8_E4M3 ? 1 : 0;
+  detail::set_descale("q_descale", options.q_descale, a, a.q_descale, a.q_descale_stride_batch,
+                      a.q_descale_stride_head);
+  detail::set_descale("k_descale", options.k_descale, a, a.k_descale, a.k_descale_stride_batch,
+                      a.k_descale_stride_head);
+  detail::set_descale("v_descale", options.v_descale, a, a.v_descale, a.v_descale_stride_batch,
+                      a.v_descale_stride_head);
 
   const int64_t lse_rows = (varlen ? 1 : a.batch) * a.heads_q * a.seqlen_q;
   detail::check_size("lse", lse.size(), lse_rows);

@@ -30,7 +30,8 @@ CPU, CUDA = 0, 1
 DEVICE_NAMES = {CPU: "cpu", CUDA: "cuda"}
 FORWARD, BACKWARD, JVP, SECOND = range(4)
 MASK_RANGES, MASK_BLOCKS = 1, 2
-OUT_DEFAULT, OUT_FLOAT32 = 0, 1
+OUT_DEFAULT = 0
+OUT_DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 MASK_BLOCK = 128  # rows and keys of a block of a mask
 
 _Fields: TypeAlias = Sequence[tuple[str, Any]]

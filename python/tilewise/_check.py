@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from . import _abi
+
 LAYOUTS = {
     "bshd": "[batch, seqlen, heads, head_dim]",
     "bhsd": "[batch, heads, seqlen, head_dim]",
@@ -115,21 +117,26 @@ def numbers(request: Any) -> dict[str, Any]:
     }
 
 
-def float32_out(given: Any, dtype: Any, float32: Any) -> bool:
-    """Whether out_dtype asks for out in float32 although q has another dtype.
+def out_dtype(given: Any, dtype: Any, dtypes: dict[str, Any]) -> int:
+    """The tilewise_out_dtype of the dtype that is asked for, in which 0 is the default.
 
     Args:
-        given: None, the dtype of q, or float32.
+        given: None, or a dtype: that of q or float32; for q of float8_e4m3fn, float32 or a 16-bit
+            type.
         dtype: The dtype of q.
-        float32: float32 of the same framework.
+        dtypes: float32, float16 and bfloat16 of the framework, by their names.
     """
-    if given is None or dtype == given:
-        return False
-    if float32 == given:
-        return True
+    float8, float32 = is_float8(dtype), dtypes["float32"]
+    if given is None or (dtype == given and not float8):
+        return _abi.OUT_DEFAULT
+    for name, each in dtypes.items():
+        if each == given and (float8 or name == "float32"):
+            return _abi.OUT_DTYPES[name]
     allowed = f"None, {dtype} like q, or {float32}"
     if float32 == dtype:
         allowed = f"None or {dtype} like q"
+    if float8:
+        allowed = f"None, {', '.join(str(x) for x in dtypes.values())}, because q has dtype {dtype}"
     raise TypeError(f"out_dtype is {given!r}, but must be {allowed}")
 
 
@@ -316,11 +323,35 @@ def is_float8(dtype: Any) -> bool:
     return str(dtype).endswith("float8_e4m3fn")
 
 
+def differentiable(q: Any) -> None:
+    """Refuses q of float8_e4m3fn, which only the forward takes.
+
+    Raises:
+        NotImplementedError: q has that dtype.
+    """
+    if is_float8(q.dtype):
+        raise NotImplementedError(
+            f"q has dtype {q.dtype}, of which there is only the forward: for derivatives, multiply "
+            "q, k and v by their descales in float32, float16 or bfloat16 and pass these"
+        )
+
+
+def bias_dtypes(dtype: Any, dtypes: dict[str, Any]) -> list[Any]:
+    """The dtypes that a bias may have for a dtype of q, from ``dtypes`` as in ``out_dtype``.
+
+    For q of float8_e4m3fn the library allows float32 and the 16-bit type of its kernel.
+    """
+    if is_float8(dtype):
+        return list(dtypes.values())
+    float32 = dtypes["float32"]
+    return [float32] if dtype == float32 else [float32, dtype]
+
+
 def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
     """Refuses k or v unless it has the dtype of q or both are float8_e4m3fn and q has 16 bits."""
     if dtype == k_dtype == q_dtype:
         return
-    wide = str(q_dtype).endswith("float32")
+    wide = str(q_dtype).endswith("float32") or is_float8(q_dtype)
     if dtype == q_dtype and is_float8(k_dtype):
         raise TypeError(f"{name} has dtype {dtype}, but k has {k_dtype}: both must have the same")
     if dtype != k_dtype or wide or not is_float8(dtype):
@@ -328,10 +359,34 @@ def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:
         raise TypeError(f"{name} has dtype {dtype}, but must have {q_dtype} like q{other}")
 
 
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def new_row_dtype(name: str, dtype: Any, q_dtype: Any) -> None:
+    """Refuses new keys, values or tables of a cache unless they have the dtype of q.
+
+    Beside q of float8_e4m3fn, new keys and values have 16 bits: the append divides them by their
+    descales and rounds them, and there is nothing to rotate q with.
+    """
+    if is_float8(q_dtype):
+        if name.startswith("rotary"):
+            raise TypeError(
+                f"{name} is given, but q has dtype {q_dtype}: rotate q before it is rounded"
+            )
+        if not str(dtype).endswith("float16"):
+            raise TypeError(
+                f"{name} has dtype {dtype}, but must be float16 or bfloat16, because q has "
+                f"{q_dtype}"
+            )
+    elif dtype != q_dtype:
+        raise TypeError(f"{name} has dtype {dtype}, but must have {q_dtype} like q")
+
+
 def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> None:
-    """Refuses factors of a float8_e4m3 cache that are not [batch or 1, heads_kv or 1]."""
+    """Refuses factors of float8_e4m3 numbers that are not [batch or 1, heads_kv or 1]."""
     if not float8:
-        raise ValueError(f"{name} is given, but belongs to float8_e4m3 keys and values")
+        owners = "queries" if name == "q_descale" else "keys and values"
+        raise ValueError(f"{name} is given, but belongs to float8_e4m3 {owners}")
     given = tuple(array.shape)
     fits = len(given) == 2 and given[0] in (1, batch) and given[1] in (1, heads_kv)
     if not fits:
@@ -345,7 +400,7 @@ def per_head(
     request: Any,
     float32: Callable[[str, Any], Any],
     expand: Callable[[Any, tuple[int, int]], Any],
-    k_dtype: Any,
+    dtypes: tuple[Any, Any],
     sizes: tuple[int, int, int],
 ) -> dict[str, Any]:
     """The given options that have a number per head, checked: slopes, sinks and descales.
@@ -354,7 +409,7 @@ def per_head(
         request: The options.
         float32: Makes an array of an option's name and value.
         expand: Broadcasts an array to a shape.
-        k_dtype: The dtype of k.
+        dtypes: Those of q and k.
         sizes: (batch, heads_q, heads_kv).
     """
     batch, heads, heads_kv = sizes
@@ -365,10 +420,11 @@ def per_head(
     if request.sinks is not None:
         arrays["sinks"] = float32("sinks", request.sinks)
         shape("sinks", arrays["sinks"], (heads,), "one logit per query head")
-    for name in ("k_descale", "v_descale"):
+    for name in DESCALES:
         if getattr(request, name) is not None:
             factors = float32(name, getattr(request, name))
-            descale(name, factors, is_float8(k_dtype), batch, heads_kv)
+            scaled = is_float8(dtypes[0 if name == "q_descale" else 1])
+            descale(name, factors, scaled, batch, heads_kv)
             arrays[name] = expand(factors, (batch, heads_kv))
     return arrays
 

@@ -33,7 +33,8 @@ class OptionalFields(NamedTuple):
     block_table: View | None = None
     kv_batch_idx: View | None = None
     leftpad_k: View | None = None
-    k_descale: View | None = None  # [B, Hkv]
+    q_descale: View | None = None  # [B, Hkv]
+    k_descale: View | None = None
     v_descale: View | None = None
     scale_tensor: View | None = None
     dropout_state: View | None = None
@@ -62,7 +63,7 @@ class OptionalFields(NamedTuple):
     mask_heads: int = 0
     mask_rows: int = 0
     mask_keys: int = 0
-    float32_out: bool = False
+    out_dtype: int = _abi.OUT_DEFAULT
 
 
 def attention(
@@ -102,8 +103,13 @@ def attention(
     a.check = int(optional.check)
     a.batch_invariant = int(optional.batch_invariant)
     a.kv_float8 = int(optional.kv_float8)
-    a.out_dtype = _abi.OUT_FLOAT32 if optional.float32_out else _abi.OUT_DEFAULT
-    set_descale(a, optional.k_descale, optional.v_descale)
+    a.out_dtype = optional.out_dtype
+    set_descale(
+        a,
+        q_descale=optional.q_descale,
+        k_descale=optional.k_descale,
+        v_descale=optional.v_descale,
+    )
     if optional.mask_first is not None:
         a.mask = ctypes.pointer(_mask(optional))
     return a
@@ -125,9 +131,9 @@ def _mask(optional: OptionalFields) -> Any:
     return m
 
 
-def set_descale(a: Any, k_descale: View | None, v_descale: View | None) -> None:
-    """Stores the factors of a float8_e4m3 cache in a struct that has fields for them."""
-    for name, factors in (("k_descale", k_descale), ("v_descale", v_descale)):
+def set_descale(a: Any, **given: View | None) -> None:
+    """Stores factors of float8_e4m3 numbers, by name, in a struct that has fields for them."""
+    for name, factors in given.items():
         if factors is not None:
             setattr(a, name, factors.pointer)
             setattr(a, f"{name}_stride_batch", factors.strides[0])

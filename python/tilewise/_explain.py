@@ -71,7 +71,7 @@ def explain(
     mask: Any = None, return_max_logits: bool = False, cache_seqlens: Any = None,
     cache_batch_idx: Any = None, cache_leftpad: Any = None, num_splits: int = 0,
     head_dim_v: int | None = None, indices: Any = None, out_dtype: Any = None,
-    precise_backward: bool = False,
+    precise_backward: bool = False, q_descale: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says which kernels ``attention`` would run for these arguments, without running them.
 
@@ -94,7 +94,7 @@ def explain(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     _latent.check_one_tensor(head_dim_v, v, None, v_descale)
     if head_dim_v is not None:
@@ -332,6 +332,7 @@ def _mask_text(mask: Any, a: Any) -> str:
 
 def _sentence(a: Any) -> str:
     """The problem in words: dtype, device, sizes and the options that are on."""
+    float8 = _abi.DTYPES["float8_e4m3fn"]
     options = {
         "causal": a.window_right == 0 and a.window_left < 0,
         f"window ({a.window_left}, {a.window_right})": a.window_left >= 0 or a.window_right > 0,
@@ -347,10 +348,10 @@ def _sentence(a: Any) -> str:
         f"pages of {a.page_size}": bool(a.block_table),
         "deterministic": bool(a.deterministic),
         "batch-invariant": bool(a.batch_invariant),
-        "keys and values of float8_e4m3": bool(a.kv_float8),
+        "keys and values of float8_e4m3": bool(a.kv_float8) and a.dtype != float8,
         "TF32 allowed": bool(a.tf32),
         "mask": bool(a.mask),
-        "out in float32": a.out_dtype == _abi.OUT_FLOAT32,
+        "out in float32": a.out_dtype == _abi.OUT_DTYPES["float32"],
     }
     keys = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
     size = f"batch {a.batch}, {a.seqlen_q} rows x {keys} keys, {a.heads_q} heads"

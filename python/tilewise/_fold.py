@@ -18,7 +18,7 @@ def foldable(options: Options, dims: tuple[int | None, ...]) -> bool:
     """
     by_name = dict(zip(Options._fields, dims, strict=True))
     sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
-                 "kv_batch_idx", "leftpad_k", "k_descale", "v_descale", "diagonal",
+                 "kv_batch_idx", "leftpad_k", "q_descale", "k_descale", "v_descale", "diagonal",
                  "mask_first")  # fmt: skip
     mapped = (by_name["sinks"], by_name["scale_tensor"])
     return (

@@ -114,8 +114,7 @@ def _lengths(value: Any, batch: int) -> Array | None:
 
 def _new_rows(name: str, value: Any, like: Array, dims: tuple[int | None, ...]) -> Array:
     array = _numpy.as_array(name, value)
-    if array.dtype != like.dtype:
-        raise TypeError(f"{name} has dtype {array.dtype}, but must have {like.dtype} like q")
+    _check.new_row_dtype(name, array.dtype, like.dtype)
     _check.shape(name, array, dims, "see tilewise.attention_with_kvcache")
     return _numpy._columns(array)
 
@@ -316,14 +315,15 @@ def _select(given: _Arrays, request: Request, layout: CacheLayout) -> _numpy._Pr
         if getattr(request, name) is None:
             return None
         factors = _numpy._float32(name, getattr(request, name))
-        _check.descale(name, factors, _check.is_float8(k.dtype), given.batch, k.shape[2])
+        scaled = given.q if name == "q_descale" else k
+        _check.descale(name, factors, _check.is_float8(scaled.dtype), given.batch, k.shape[2])
         return np.broadcast_to(factors, (given.batch, k.shape[2]))[owners]
 
     flat = indices.reshape(rows, indices.shape[-1])
     table, keys = _selected.tables(np, np.take_along_axis, flat, len(k), unused)
     arrays = {"block_table": np.ascontiguousarray(table), "seqused_k": keys.astype(np.int32)}
     q = given.q.reshape(rows, 1, *given.q.shape[-2:])
-    request = request._replace(k_descale=per_row("k_descale"), v_descale=per_row("v_descale"))
+    request = request._replace(**{name: per_row(name) for name in _check.DESCALES})
     layout = layout._replace(cu_seqlens_q=None, max_seqlen_q=None)
     return _Arrays(q, k, v, rows, arrays).problem(request, layout)
 
@@ -398,6 +398,8 @@ def _check_new_rows(new: NewKeys, q: Array, k_cache: Array, v_cache: Array, batc
     rows: tuple[int | None, ...] = (batch, None) if starts is None else (None,)
     k = _new_rows("k", new.k, q, (*rows, *k_cache.shape[2:]))
     v = _new_rows("v", new.v, q, (*k.shape[:-2], *v_cache.shape[2:]))
+    if v.dtype != k.dtype:
+        raise TypeError(f"v has dtype {v.dtype}, but must have {k.dtype} like k")
     positions = _indices("rotary_seqlens", new.rotary_lengths, (batch,))
     return new._replace(k=k, v=v, cu_seqlens=starts, rotary_lengths=positions)
 
@@ -412,7 +414,8 @@ def _append(
     library = c_library()
     library.tilewise_append_kv.restype = c_int32
     a = _abi.sized(KvAppend)
-    for name in ("device", "device_index", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
+    a.dtype = _abi.DTYPES[str(new.k.dtype)]
+    for name in ("device", "device_index", "batch", "seqlen_q", "seqlen_k", "heads_q",
                  "heads_kv", "cu_seqlens_q", "block_table", "block_table_stride",
                  "block_table_width", "page_size", "pages", "kv_batch_idx", "kv_batch",
                  "leftpad_k"):  # fmt: skip
@@ -437,8 +440,9 @@ def _append(
         elif "leftpad_k" in arrays:  # positions count from the start of the cache row
             a.rotary_seqlens = new.lengths.ctypes.data
     a.kv_float8 = attention.kv_float8
-    factors = (arrays.get("k_descale"), arrays.get("v_descale"))
-    _describe.set_descale(a, *(None if x is None else _numpy.view(x) for x in factors))
+    for name in ("k_descale", "v_descale"):
+        if name in arrays:
+            _describe.set_descale(a, **{name: _numpy.view(arrays[name])})
     a.cache_seqlens = new.lengths.ctypes.data
     if new.cu_seqlens is not None:
         a.cu_seqlens_new = new.cu_seqlens.ctypes.data

@@ -269,7 +269,7 @@ def attention_with_kvcache(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
         batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, _, q_descale,
     ) = given  # fmt: skip
     if head_dim_v is not None:
         v_cache = _latent.values_of(as_array("k_cache", k_cache), v_cache, head_dim_v)
@@ -278,7 +278,7 @@ def attention_with_kvcache(
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
         and not check and indices is None and mask is None and not return_max_logits
-        and out_dtype is None
+        and out_dtype is None and q_descale is None
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,
@@ -362,6 +362,7 @@ def select(
         seqused_k=keys.to(torch.int32),
         block_table=table,
         kv_batch_idx=None,
+        q_descale=per_row(options.q_descale),
         k_descale=per_row(options.k_descale),
         v_descale=per_row(options.v_descale),
     )

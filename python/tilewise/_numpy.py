@@ -28,6 +28,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = Array | tuple[Array, ...]
 
 _FLOATS = ("float32", "float16", "bfloat16")
+_FLOAT8 = "float8_e4m3fn"
 _WORKSPACE_ALIGNMENT = 64
 
 
@@ -44,8 +45,21 @@ class _Problem(NamedTuple):
 
     def new_out(self) -> Array:
         """An empty array for out, or for its tangent."""
-        dtype = np.float32 if self.attention.out_dtype == _abi.OUT_FLOAT32 else self.q.dtype
+        dtypes = _out_dtypes(self.q.dtype)
+        names = {number: name for name, number in _abi.OUT_DTYPES.items()}
+        default = "bfloat16" if _check.is_float8(self.q.dtype) else str(self.q.dtype)
+        dtype = dtypes[names.get(self.attention.out_dtype, default)]
         return _new_rows((*self.q.shape[:-1], self.v.shape[-1]), dtype, self.heads_first)
+
+
+def _out_dtypes(dtype: Any) -> dict[str, Any]:
+    """The dtypes that out may have for some dtype of q, by name."""
+    dtypes = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+    if str(dtype) not in dtypes:  # bfloat16 and float8 come from ml_dtypes, which then is there
+        import ml_dtypes
+
+        dtypes["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+    return dtypes
 
 
 def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Result:
@@ -204,7 +218,8 @@ def _describe_problem(
             "out_dtype float32 to attention_backward instead"
         )
     numbers = _check.numbers(request)
-    arrays |= _check.per_head(request, _float32, _expanded, k.dtype, (batch, heads, k.shape[-2]))
+    dtypes, sizes = (q.dtype, k.dtype), (batch, heads, k.shape[-2])
+    arrays |= _check.per_head(request, _float32, _expanded, dtypes, sizes)
     shard = request.shard
     if numbers["dropout_p"] > 0.0 and shard.dropout_state is None:
         arrays["dropout_state"] = np.random.randint(0, 2**62, 2, dtype=np.int64)
@@ -230,7 +245,7 @@ def _describe_problem(
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
-        float32_out=_check.float32_out(request.out_dtype, q.dtype, np.dtype(np.float32)),
+        out_dtype=_check.out_dtype(request.out_dtype, q.dtype, _out_dtypes(q.dtype)),
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, optional)
@@ -255,9 +270,10 @@ def view(array: Array) -> View:
 def _check_arrays(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     arrays = as_array("q", q), as_array("k", k), as_array("v", v)
     q, k, v = arrays
-    if str(q.dtype) not in _FLOATS:
+    if str(q.dtype) not in (*_FLOATS, _FLOAT8):
         raise TypeError(
-            f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16 (from ml_dtypes)"
+            f"q has dtype {q.dtype}, but must be float32, float16 or, from ml_dtypes, bfloat16 or "
+            "float8_e4m3fn"
         )
     _check.key_dtype("k", k.dtype, k.dtype, q.dtype)
     _check.key_dtype("v", v.dtype, k.dtype, q.dtype)
@@ -296,9 +312,11 @@ def _float32(name: str, value: Any) -> Array:
 
 def _bias(value: Any, q: Array) -> Array:
     bias = as_array("bias", value)
-    if bias.dtype != np.float32 and bias.dtype != q.dtype:
-        allowed = "float32" if q.dtype == np.float32 else f"float32 or {q.dtype}"
-        raise TypeError(f"bias has dtype {bias.dtype}, but must be {allowed}")
+    allowed = _check.bias_dtypes(q.dtype, _out_dtypes(q.dtype))
+    if bias.dtype not in allowed:
+        raise TypeError(
+            f"bias has dtype {bias.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
+        )
     return bias
 
 

@@ -142,6 +142,7 @@ class Differentiated:
 
     def __init__(self, problem: _numpy._Problem) -> None:
         a, q = problem.attention, problem.q
+        _check.differentiable(q)
         self.problem, self.attention, self.first = problem, a, problem.heads_first
         self.varlen_q, self.varlen_k = a.cu_seqlens_q is not None, a.cu_seqlens_k is not None
         self.kept: list[Array] = []
@@ -152,7 +153,7 @@ class Differentiated:
     def set_results(self, out: Any, lse: Any) -> None:
         """Stores the results of the forward in the C struct."""
         if _numpy.as_array("out", out).dtype == np.float32:
-            self.attention.out_dtype = _abi.OUT_FLOAT32
+            self.attention.out_dtype = _abi.OUT_DTYPES["float32"]
             self.like_out = np.broadcast_to(np.float32(0), self.like_dout.shape)
         out = _incoming("out", out, self.like_out, self.first)
         lse = np.ascontiguousarray(_incoming("lse", lse, self.like_lse, False))

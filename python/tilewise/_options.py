@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _abi
+
 
 class Options(NamedTuple):
     """The arguments of ``forward`` and ``backward`` after the tensors, in the order of the schema.
@@ -27,7 +29,8 @@ class Options(NamedTuple):
     block_table: Tensor | None = None  # [B, width] int32
     kv_batch_idx: Tensor | None = None  # [B] int32
     leftpad_k: Tensor | None = None  # [B] int32
-    k_descale: Tensor | None = None  # [B, Hkv] fp32, for float8_e4m3fn k
+    q_descale: Tensor | None = None  # [B, Hkv] fp32, for float8_e4m3fn q
+    k_descale: Tensor | None = None  # the same for k
     v_descale: Tensor | None = None
     scale_tensor: Tensor | None = None  # [1] fp32
     dropout_state: Tensor | None = None
@@ -55,7 +58,7 @@ class Options(NamedTuple):
     mask_heads: int = 0  # of a mask of blocks, like mask_rows and mask_keys
     mask_rows: int = 0
     mask_keys: int = 0
-    float32_out: bool = False  # out in float32, also where q is not
+    out_dtype: int = _abi.OUT_DEFAULT  # tilewise_out_dtype
     heads_first: bool = False
 
 
@@ -66,6 +69,17 @@ WANT_QKV = WANT_Q | WANT_K | WANT_V
 OPTION_COUNT = len(Options._fields)
 TENSOR_COUNT = Options._fields.index("scale")  # the leading options are tensors
 TANGENT_COUNT = len(WANT_BITS)  # of q, k, v, bias, sinks and scale
+
+
+_OUT_DTYPES: dict[int, torch.dtype] = {
+    number: getattr(torch, name) for name, number in _abi.OUT_DTYPES.items()
+}
+
+
+def out_dtype_of(q: Tensor, options: Options) -> torch.dtype:
+    """The dtype of out: by default that of q, or bfloat16 if q is float8_e4m3fn."""
+    default = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    return _OUT_DTYPES.get(options.out_dtype, default)
 
 
 def has_lse_low(lse: Tensor, q: Tensor) -> bool:

@@ -89,6 +89,8 @@ def attention(
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             if _wrapped(q) or _wrapped(k) or _wrapped(v):  # outlived their torch.func transform
                 return None
+            if q.dtype == torch.float8_e4m3fn:  # the general path refuses it
+                return None
             options = (scale, left, right, deterministic, tf32, heads_first)
             return _apply(q, k, v, options, return_lse)
         out, lse = _forward(q, k, v, scale, left, right, deterministic, tf32, heads_first)
@@ -137,12 +139,12 @@ def indexed(
         with below_autograd():
             return _general(
                 q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                block_table, kv_batch_idx, leftpad_k, None, None, None, None, None,
+                block_table, kv_batch_idx, leftpad_k, None, None, None, None, None, None,
                 None, None, None,
                 q.shape[-1] ** -0.5 if scale is None else scale, left, right, softcap, 0.0,
                 max_seqlen_q, max_seqlen_k, num_splits,
                 deterministic or _deterministic_mode(), tf32, False, batch_invariant,
-                0, 0, 0, 0, 0, 0, 0, 0, False, False,
+                0, 0, 0, 0, 0, 0, 0, 0, 0, False,
             )  # fmt: skip
     except FAILURES:
         return None

@@ -46,6 +46,7 @@ class Request(NamedTuple):
     return_max_logits: bool = False
     out_dtype: Any = None
     precise_backward: bool = False
+    q_descale: Any = None
     shard: Shard = Shard()
 
     def arguments(self) -> dict[str, Any]:

@@ -41,19 +41,20 @@ from ._options import (
     WANT_SINKS,
     WANT_V,
     Options,
+    out_dtype_of,
 )
 
 _OPTIONS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, "
-    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? k_descale, Tensor? v_descale, "
-    "Tensor? scale_tensor, Tensor? dropout_state, Tensor? diagonal, "
+    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale, Tensor? scale_tensor, Tensor? dropout_state, Tensor? diagonal, "
     "Tensor? mask_first, Tensor? mask_entries, Tensor? mask_bits, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, "
     "int max_seqlen_q, int max_seqlen_k, int num_splits, bool deterministic, bool tf32, "
     "bool check, bool batch_invariant, int row_offset, int key_offset, int batch_offset, "
     "int head_offset, int heads_q_total, int mask_heads, int mask_rows, int mask_keys, "
-    "bool float32_out, bool heads_first"
+    "int out_dtype, bool heads_first"
 )
 # The options of the fast path of equal lengths (tilewise._plain). Here heads_first means that the
 # tensors themselves are in "bhsd" order.
@@ -104,16 +105,18 @@ def options_of(arguments: tuple[Any, ...]) -> tuple[Options, bool]:
     return Options(*arguments[:OPTION_COUNT]), arguments[OPTION_COUNT:] == (True,)
 
 
-def _new_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool) -> Tensor:
+def _new_rows(
+    like: Tensor, shape: tuple[int, ...], heads_first: bool, dtype: torch.dtype | None = None
+) -> Tensor:
     if heads_first and len(shape) == 4:
         batch, rows, heads, columns = shape
-        return like.new_empty((batch, heads, rows, columns)).transpose(1, 2)
-    return like.new_empty(shape)
+        return like.new_empty((batch, heads, rows, columns), dtype=dtype).transpose(1, 2)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def _new_out(q: Tensor, v: Tensor, options: Options) -> Tensor:
-    out = _new_rows(q, (*q.shape[:-1], v.shape[-1]), options.heads_first)
-    return out.to(torch.float32) if options.float32_out else out
+    shape = (*q.shape[:-1], v.shape[-1])
+    return _new_rows(q, shape, options.heads_first, out_dtype_of(q, options))
 
 
 def _new_lse(q: Tensor, options: Options, leading: tuple[int, ...] = ()) -> Tensor:

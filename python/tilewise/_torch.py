@@ -8,14 +8,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _flops, _max_logits, _ops, _plain  # noqa: F401 (_flops registers)
+from . import _abi, _autograd, _check, _max_logits, _ops, _plain
+from . import _flops as _flops  # registers the counts of FLOPs
 from ._mask_tensors import with_mask
 from ._ops import contiguous_columns
 from ._request import Request, Sequences
 
 Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = (*_FLOATS.values(), torch.float8_e4m3fn)
 _is_compiling = torch.compiler.is_compiling
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
@@ -26,24 +28,14 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, _, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     ) = given  # fmt: skip
     if (
-        bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and type(softcap) is float
-        and softcap == 0.0
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and not batch_invariant
-        and k_descale is None
-        and v_descale is None
-        and mask is None
-        and not return_max_logits
-        and out_dtype is None
-        and not precise_backward
-    ):
+        bias is None and alibi_slopes is None and sinks is None and type(softcap) is float
+        and softcap == 0.0 and type(dropout_p) is float and dropout_p == 0.0
+        and not batch_invariant and q_descale is None and k_descale is None and v_descale is None
+        and mask is None and not return_max_logits and out_dtype is None and not precise_backward
+    ):  # fmt: skip
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
         )
@@ -68,14 +60,10 @@ def _forward(prepared: Prepared, request: Request) -> tuple[Tensor, Tensor, Tens
         out, lse, max_logits = _max_logits.forward(*prepared)
     else:
         out, lse = _ops.forward(*prepared)
-    if request.precise_backward and not _float32_out(request, prepared[0]):
+    if request.precise_backward and request.out_dtype != torch.float32:
         # Autograd keeps the float32 out, and the gradient of the rounded one is exact in float32.
         out = out.to(prepared[0].dtype)
     return out, lse, max_logits
-
-
-def _float32_out(request: Request, q: Tensor) -> bool:
-    return _check.float32_out(request.out_dtype, q.dtype, torch.float32)
 
 
 def attention_varlen(
@@ -87,12 +75,13 @@ def attention_varlen(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     ) = given  # fmt: skip
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
-        and dropout_p == 0.0 and not check and k_descale is None and v_descale is None
-        and mask is None and not return_max_logits and out_dtype is None and not precise_backward
+        and dropout_p == 0.0 and not check and q_descale is None and k_descale is None
+        and v_descale is None and mask is None and not return_max_logits and out_dtype is None
+        and not precise_backward
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,
@@ -253,37 +242,48 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
-        float32_out=_float32_out(request, q) or _is_precise(request, q),
+        out_dtype=_out_dtype(request, q),
         **numbers,
     )
 
 
+def _out_dtype(request: Request, q: Tensor) -> int:
+    """The tilewise_out_dtype of the out that the operator returns."""
+    given = _check.out_dtype(request.out_dtype, q.dtype, _FLOATS)
+    return _abi.OUT_DTYPES["float32"] if _is_precise(request, q) else given
+
+
 def _is_precise(request: Request, q: Tensor) -> bool:
     """Whether the backward needs a float32 out that the forward does not write otherwise."""
-    return _check.flag("precise_backward", request.precise_backward) and q.dtype != torch.float32
+    if not _check.flag("precise_backward", request.precise_backward) or q.dtype == torch.float32:
+        return False
+    _check.differentiable(q)
+    return True
 
 
 def with_descale(
     options: _ops.Options, q: Tensor, k: Tensor, request: Request, batch: int | None = None
 ) -> _ops.Options:
-    """The options with the factors of a float8_e4m3fn cache, broadcast to [B, Hkv].
+    """The options with the factors of float8_e4m3fn tensors, broadcast to [B, Hkv].
 
     The batch is by default that of q.
     """
-    if request.k_descale is None and request.v_descale is None:
+    if request.q_descale is None and request.k_descale is None and request.v_descale is None:
         return options
     shape = (q.shape[0] if batch is None else batch, k.shape[-2])
 
-    def factors(name: str, given: Any) -> Tensor | None:
+    def factors(name: str, scaled: Tensor) -> Tensor | None:
+        given = getattr(request, name)
         if given is None:
             return None
         _check_float(name, given, q)
-        _check.descale(name, given, _check.is_float8(k.dtype), *shape)
+        _check.descale(name, given, _check.is_float8(scaled.dtype), *shape)
         return given.to(torch.float32).expand(shape)
 
     return options._replace(
-        k_descale=factors("k_descale", request.k_descale),
-        v_descale=factors("v_descale", request.v_descale),
+        q_descale=factors("q_descale", q),
+        k_descale=factors("k_descale", k),
+        v_descale=factors("v_descale", k),
     )
 
 
@@ -311,7 +311,9 @@ def draw_dropout_state(device: torch.device) -> Tensor:
 def _autocast(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias is not cast."""
+    """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias is not cast,
+    nor are tensors of float8.
+    """
     if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
         return q, k, v, bias
     if not torch.is_autocast_enabled(q.device.type):
@@ -323,8 +325,8 @@ def _autocast(
 
 
 def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    eligible = isinstance(tensor, Tensor) and tensor.is_floating_point()
-    return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
+    eligible = isinstance(tensor, Tensor) and tensor.dtype in _FLOATS.values()
+    return tensor.to(dtype) if eligible else tensor
 
 
 def as_array(name: str, value: Any) -> Tensor:
@@ -348,8 +350,11 @@ def check_tensors(
             raise TypeError(f"{name} has layout {tensor.layout}, but must be a dense tensor")
     if q.dtype not in _DTYPES:
         raise TypeError(
-            f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16"
+            f"q has dtype {q.dtype}, but must be torch.float32, torch.float16, torch.bfloat16 or "
+            "torch.float8_e4m3fn"
         )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        _check.differentiable(q)
     for name, tensor in zip(names[1:], (k, v), strict=True):
         _check.key_dtype(name, tensor.dtype, k.dtype, q.dtype)
         _same_device(name, tensor, q)
@@ -360,8 +365,7 @@ def check_new_rows(name: str, tensor: Any, q: Tensor) -> None:
     if tensor is None:
         return
     _same_device(name, as_array(name, tensor), q)
-    if tensor.dtype != q.dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}, but must have {q.dtype} like q")
+    _check.new_row_dtype(name, tensor.dtype, q.dtype)
 
 
 def integers(name: str, tensor: Any) -> Tensor | None:
@@ -395,9 +399,11 @@ def _check_bias(bias: Any, q: Tensor) -> None:
             "bias has dtype torch.bool, but is added to the scores: for a mask pass "
             "torch.where(mask, 0.0, -math.inf)"
         )
-    if bias.dtype not in (torch.float32, q.dtype):
-        allowed = "torch.float32" if q.dtype == torch.float32 else f"torch.float32 or {q.dtype}"
-        raise TypeError(f"bias has dtype {bias.dtype}, but must be {allowed}")
+    allowed = _check.bias_dtypes(q.dtype, _FLOATS)
+    if bias.dtype not in allowed:
+        raise TypeError(
+            f"bias has dtype {bias.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
+        )
     _same_device("bias", bias, q)
 
 

@@ -16,14 +16,15 @@ def attention(
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
     return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
-    layout: str = "bshd",
+    q_descale: Any = None, layout: str = "bshd",
 ) -> Any:  # fmt: skip
     """Exact attention of equal-length sequences, in memory linear in the sequence length.
 
     Shapes for layout "bshd" (with "bhsd", the two middle dimensions are exchanged):
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim],
     v [batch, seqlen_k, heads_kv, head_dim_v]. heads_q is a multiple of heads_kv (GQA, MQA). The
-    dtype is float32, float16 or bfloat16, the same for all three; accumulation is in float32.
+    dtype is float32, float16, bfloat16 or (forward only) float8_e4m3fn, the same for all three;
+    accumulation is in float32.
 
     The algorithm is that of FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608).
 
@@ -39,7 +40,7 @@ def attention(
         scale: Factor of q.k; None is 1 / sqrt(head_dim). A tensor of one element is differentiable.
         softcap: c > 0 replaces a score s by c * tanh(s / c); 0 is off.
         bias: Added to the scores after softcap; broadcastable to [batch, heads_q, seqlen_q,
-            seqlen_k], float32 or the dtype of q. Differentiable.
+            seqlen_k], float32 or the dtype of q (of out, for q of float8_e4m3fn). Differentiable.
         alibi_slopes: float32 [heads_q] or [batch, heads_q]:
             ``slope * -|i + seqlen_k - seqlen_q - j|`` is added to the scores (ALiBi, arXiv
             2108.12409).
@@ -54,17 +55,20 @@ def attention(
             v, bitwise as they are without the other sequences of the batch. This holds on one kind
             of GPU or CPU, and without dropout, whose bits are numbered by batch row.
         k_descale: float32 [batch or 1, heads_kv or 1]: factor of k of dtype torch.float8_e4m3fn,
-            which is allowed for q of float16 or bfloat16 (forward only). None is 1.
+            which is also allowed for q of float16 or bfloat16 (forward only). None is 1.
         v_descale: The same for v.
         mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
             allow, are visible. CPU only.
         return_max_logits: Return max_logits after out and lse.
         out_dtype: The dtype of out: that of q (None), or float32, also for q of float16 or
             bfloat16: the sums as they are, not rounded. The gradient of such an out is rounded to
-            the dtype of q in the backward, whose products take it in that dtype.
+            the dtype of q in the backward, whose products take it in that dtype. For q of
+            float8_e4m3fn it is bfloat16 (None), float16 or float32.
         precise_backward: Keep out in float32 for the backward, 4 bytes per element, where q has 16
             bits. Gradients of rows whose softmax is saturated then lose no digits to the rounding
             of out (docs/numerics.md). PyTorch tensors only.
+        q_descale: float32 [batch or 1, heads_kv or 1]: factor of q of dtype torch.float8_e4m3fn,
+            the same for all query heads that share a head of k and v. None is 1.
         layout: "bshd" or "bhsd", of q, k, v and out.
 
     Returns:
@@ -83,7 +87,7 @@ def attention(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     return attention_backend(q).attention(q, k, v, layout, options)
 
@@ -97,6 +101,7 @@ def attention_varlen(
     deterministic: bool = False, tf32: bool = False, check: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
     return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
+    q_descale: Any = None,
 ) -> Any:  # fmt: skip
     """Exact attention of sequences of different lengths, packed end to end.
 
@@ -149,7 +154,7 @@ def attention_varlen(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, check, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     return attention_backend(q).attention_varlen(q, k, v, sequences, options)
 

@@ -18,8 +18,8 @@ def attention_with_kvcache(
     window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0,
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0,
     return_lse: bool = False, tf32: bool = False, check: bool = False,
-    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
-    head_dim_v: int | None = None, indices: Any = None, mask: Any = None,
+    batch_invariant: bool = False, q_descale: Any = None, k_descale: Any = None,
+    v_descale: Any = None, head_dim_v: int | None = None, indices: Any = None, mask: Any = None,
     return_max_logits: bool = False, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a cache in place, then attends to all keys in the cache.
@@ -30,13 +30,15 @@ def attention_with_kvcache(
     of a sequence, T those of all sequences, H the heads and D the head dimension.
 
     Args:
-        q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; float32, float16 or bfloat16. It is a
-            torch.Tensor or a NumPy array, and all other arguments are of the same kind.
+        q: [B, Sq, Hq, D], or [T, Hq, D] with cu_seqlens_q; float32, float16, bfloat16 or, with
+            caches of this dtype, float8_e4m3fn. It is a torch.Tensor or a NumPy array, and all
+            other arguments are of the same kind.
         k_cache, v_cache: [cache batch, capacity, Hkv, D] and [..., Dv]; with block_table
             [pages, page_size, Hkv, D] and [..., Dv], for any page size. The dtype is that of q, or,
             for q of float16 or bfloat16, torch.float8_e4m3fn (for arrays that of ml_dtypes). With
             head_dim_v there is no v_cache.
-        k, v: New keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv] in the dtype of q, written to
+        k, v: New keys [B, Snew, Hkv, D] and values [B, Snew, Hkv, Dv] in the dtype of q (or, where
+            that is float8_e4m3fn, float16 or bfloat16), written to
             ``cache_seqlens[b] .. cache_seqlens[b] + Snew - 1``; [Tnew, Hkv, ...] with
             cu_seqlens_k_new.
         cache_seqlens: int or integer [B]: keys already in the cache, including left padding. None
@@ -70,6 +72,7 @@ def attention_with_kvcache(
         batch_invariant: Compute each sequence's rows bitwise as they are without the other
             sequences of the batch. num_splits must then be 0; splits follow from the length of each
             sequence.
+        q_descale: float32 [B or 1, Hkv or 1]: factor of q of float8_e4m3fn; None is 1.
         k_descale, v_descale: float32 [B or 1, Hkv or 1]: factors of the stored values of a
             float8_e4m3fn cache. New keys and values are divided by them, rounded to nearest even
             and clamped to +-448. None is 1.
@@ -123,7 +126,7 @@ def attention_with_kvcache(
     options = (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
         False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, False, q_descale,
     )  # fmt: skip
     results = cache_backend(q).attention_with_kvcache(q, k_cache, v_cache, new, layout, options)
     if return_lse:

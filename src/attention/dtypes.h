@@ -43,6 +43,12 @@ struct Dtypes {
   TILEWISE_FN constexpr bool converts_kv() const { return kv != q; }
   // Whether keys and values have descales.
   TILEWISE_FN constexpr bool scales_kv() const { return kv == TILEWISE_FLOAT8_E4M3; }
+  // The dtype in which kernels read q: its own or, instead of float8_e4m3, a 16-bit type, all of
+  // which hold its numbers. It is that of out, so that the two agree, or bfloat16.
+  TILEWISE_FN constexpr int32_t widened_q() const {
+    if (q != TILEWISE_FLOAT8_E4M3) return q;
+    return out == TILEWISE_FLOAT16 ? TILEWISE_FLOAT16 : TILEWISE_BFLOAT16;
+  }
 };
 
 // The tilewise_dtype of out.

@@ -44,6 +44,12 @@ struct Sequence {
 
 TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv; }
 
+// Query rows of all sequences, in the order of out and lse: batch * seqlen_q, or the rows of the
+// whole varlen batch.
+TILEWISE_FN int64_t total_rows(const Problem& p) {
+  return p.cu_seqlens_q != nullptr ? p.seqlen_q : p.batch * p.seqlen_q;
+}
+
 // Rows of sequence b in the tensors, whether in use or not. Where GPU kernels derive addresses from
 // them, cu_seqlens_q is a copy that has been made valid (cuda/common/prepare.h).
 TILEWISE_FN Range query_rows(const Problem& p, int64_t b) {

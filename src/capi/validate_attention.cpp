@@ -73,9 +73,11 @@ void check_score(const Problem& p) {
   require(p.dropout_p >= 0 && p.dropout_p < 1, "dropout_p is ", p.dropout_p,
           ": it must be at least 0 and less than 1");
   if (p.bias != nullptr) {
-    require(p.bias_dtype == TILEWISE_FLOAT32 || p.bias_dtype == p.dtype, "bias_dtype is ",
-            p.bias_dtype, " (", dtype_name(p.bias_dtype),
-            "): it must be float32 or the dtype of q, ", dtype_name(p.dtype));
+    const int32_t other = dtypes_of(p).widened_q();
+    const bool is_float8 = p.dtype == TILEWISE_FLOAT8_E4M3;
+    require(p.bias_dtype == TILEWISE_FLOAT32 || p.bias_dtype == other, "bias_dtype is ",
+            p.bias_dtype, " (", dtype_name(p.bias_dtype), "): it must be float32 or ",
+            is_float8 ? "" : "the dtype of q, ", dtype_name(other));
     check_layout(
         bias_view("bias", p.bias, p, p.bias_stride_batch, p.bias_stride_head, p.bias_stride_row));
   }

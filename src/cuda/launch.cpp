@@ -64,4 +64,10 @@ void append_kv(const tilewise_kv_append& append) {
          params);
 }
 
+void widen_queries(const Problem& p, const Problem& wide) {
+  const DeviceScope scope(p.device_index);
+  const common::WidenParams params = {.problem = p, .wide = wide};
+  launch(common::widen_kernel(), common::widen_blocks(p), p.stream, params);
+}
+
 }  // namespace tilewise::cuda

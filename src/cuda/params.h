@@ -13,11 +13,7 @@
 
 namespace tilewise::cuda {
 
-// Query rows of all sequences, in the order of out, lse and the partial results: batch * seqlen_q,
-// or the rows of the whole varlen batch. `flat_row` is the index of row i of a sequence among them.
-TILEWISE_FN int64_t total_rows(const Problem& p) {
-  return p.cu_seqlens_q != nullptr ? p.seqlen_q : p.batch * p.seqlen_q;
-}
+// The index of row i of a sequence among `total_rows`, the order of the partial results.
 TILEWISE_FN int64_t flat_row(const Problem& p, const Sequence& s, int64_t i) {
   return (p.cu_seqlens_q != nullptr ? 0 : s.batch * p.seqlen_q) + s.first_row + i;
 }

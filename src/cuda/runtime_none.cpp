@@ -44,6 +44,7 @@ const TensorKernels& tensor_kernels(int32_t) { throw Error(kWhy); }
 const Kernel<PrepareParams>& prepare_kernel() { throw Error(kWhy); }
 const Kernel<ReduceParams>& reduce_kernel() { throw Error(kWhy); }
 const Kernel<CheckParams>& check_kernel() { throw Error(kWhy); }
+const Kernel<WidenParams>& widen_kernel() { throw Error(kWhy); }
 const void* index_record_symbol() { throw Error(kWhy); }
 }  // namespace common
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "attention/widened_queries.h"
+#include "cpu/widen.h"
+
 namespace tilewise::dispatch {
 namespace {
 
@@ -37,10 +40,7 @@ std::string explain_cpu(const Decision& decision, const Request& request, const 
   return why + ": forced, " + faster->facts.name + " would be faster";
 }
 
-}  // namespace
-
-Decision plan(const Request& request, const Device& device) {
-  if (device.kind == TILEWISE_CUDA) return plan_cuda(request, device);
+Decision plan_cpu(const Request& request, const Device& device) {
   Decision decision;
   const cpu::FamilyRow& row = families_of(device).of(instruction_set(device.cpu));
   if (!row.facts.computes(request)) return decision;
@@ -51,26 +51,73 @@ Decision plan(const Request& request, const Device& device) {
   return decision;
 }
 
-void launch(const Decision& decision, const Request& request, void* workspace,
-            const Parallel& parallel) {
+// Calls body(request) with the request that kernels serve: the given one or, with float8 queries,
+// one with widened queries in `memory`.
+template <class Body>
+auto with_widened_queries(const Request& request, void* memory, const Body& body) {
+  if (!WidenedQueries::needed(request)) return body(request);
+  const Problem wide = WidenedQueries(request.problem).problem(memory);
+  return body(Request(wide));
+}
+
+void widen_queries(const Problem& p, const Problem& wide, const Decision& decision,
+                   const Parallel& parallel) {
   if (decision.on_gpu()) {
-    decision.cuda_row->launch(request, decision.cuda, workspace);
+    cuda::widen_queries(p, wide);
   } else {
-    decision.cpu_row->launch(request, decision.cpu, workspace, parallel);
+    cpu::widen_queries(p, wide, parallel);
   }
 }
 
-std::string kernel_name(const Decision& decision, const Request& request) {
-  if (decision.family == nullptr) return {};
+std::string kernel_name_of(const Decision& decision, const Request& request) {
   return std::string(decision.family->name) + "." + pass_name(request.pass) + "." +
          short_dtype(request.dtypes.q) +
          (request.dtypes.converts_kv() ? std::string(".") + short_dtype(request.dtypes.kv) : "");
 }
 
-std::string explain(const Decision& decision, const Request& request, const Device& device) {
+std::string explanation_of(const Decision& decision, const Request& request, const Device& device) {
   if (decision.family == nullptr) return explain_refusal(request, device);
   if (device.kind == TILEWISE_CPU) return explain_cpu(decision, request, device);
   return explain_cuda(decision, request, device);
+}
+
+}  // namespace
+
+Decision plan(const Request& request, const Device& device) {
+  Decision decision = with_widened_queries(request, nullptr, [&](const Request& served) {
+    return device.kind == TILEWISE_CUDA ? plan_cuda(served, device) : plan_cpu(served, device);
+  });
+  if (WidenedQueries::needed(request)) decision.q_bytes = WidenedQueries(request.problem).bytes();
+  return decision;
+}
+
+void launch(const Decision& decision, const Request& request, void* workspace,
+            const Parallel& parallel) {
+  with_widened_queries(request, workspace, [&](const Request& served) {
+    void* const rest = static_cast<char*>(workspace) + decision.q_bytes;
+    if (WidenedQueries::needed(request))
+      widen_queries(request.problem, served.problem, decision, parallel);
+    if (decision.on_gpu()) {
+      decision.cuda_row->launch(served, decision.cuda, rest);
+    } else {
+      decision.cpu_row->launch(served, decision.cpu, rest, parallel);
+    }
+  });
+}
+
+std::string kernel_name(const Decision& decision, const Request& request) {
+  if (decision.family == nullptr) return {};
+  return with_widened_queries(
+      request, nullptr, [&](const Request& served) { return kernel_name_of(decision, served); });
+}
+
+std::string explain(const Decision& decision, const Request& request, const Device& device) {
+  return with_widened_queries(request, nullptr, [&](const Request& served) {
+    const bool widened = decision.family != nullptr && WidenedQueries::needed(request);
+    return (widened ? std::string("q of f8 is widened to ") + short_dtype(served.dtypes.q) + "; "
+                    : std::string()) +
+           explanation_of(decision, served, device);
+  });
 }
 
 std::string request_text(const Request& request) {

@@ -16,9 +16,12 @@ struct Decision {
   const cuda::FamilyRow* cuda_row = nullptr;  // its row if it is a CUDA family
   cpu::Plan cpu{};                            // the plan of a CPU family
   cuda::Plan cuda{};                          // the plan of a CUDA family
+  int64_t q_bytes = 0;  // at the start of the workspace, for WidenedQueries of float8 queries
 
   bool on_gpu() const { return cuda_row != nullptr; }
-  int64_t workspace_bytes() const { return on_gpu() ? cuda.workspace_bytes : cpu.workspace_bytes; }
+  int64_t workspace_bytes() const {
+    return q_bytes + (on_gpu() ? cuda.workspace_bytes : cpu.workspace_bytes);
+  }
 };
 
 // A pure function of its arguments: the problem has been validated; nothing is dereferenced,

@@ -280,14 +280,39 @@ TEST(Planner, DereferencesNoPointer) {
   EXPECT_EQ(plan({p, gradients}, kZen4).status, TILEWISE_OK);
 }
 
+// Queries of float8 are copied in 16 bits to the start of the workspace.
+TEST(Planner, WidensQueriesOfFloat8) {
+  Problem p = problem(TILEWISE_FLOAT8_E4M3);
+  Problem wide = problem(TILEWISE_BFLOAT16);
+  wide.kv_float8 = 1;
+  const Answer of_wide = ask(wide, kZen4);
+  const int64_t rows = p.batch * p.seqlen_q * p.heads_q;
+  const Answer plain = ask(p, kZen4);
+  EXPECT_EQ(plain.decision.status, TILEWISE_OK);
+  EXPECT_EQ(plain.kernel, "cpu.avx512_bf16.forward.bf16.f8");
+  EXPECT_EQ(plain.why, "q of f8 is widened to bf16; " + of_wide.why);
+  EXPECT_EQ(plain.decision.workspace_bytes(),
+            of_wide.decision.workspace_bytes() + rows * p.head_dim * 2);
+  const float one = 1.0f;
+  p.q_descale = &one;
+  EXPECT_EQ(ask(p, kZen4).decision.workspace_bytes(),
+            plain.decision.workspace_bytes() + round_up(p.batch * p.heads_kv * 4, 64));
+  p.out_dtype = TILEWISE_OUT_FLOAT16;
+  EXPECT_EQ(ask(p, kZen4).kernel, "cpu.avx512_bf16.forward.f16.f8");
+  p.out_dtype = TILEWISE_OUT_FLOAT32;
+  EXPECT_EQ(ask(p, kZen4).kernel, "cpu.avx512_bf16.forward.bf16.f8");
+}
+
 TEST(Planner, RefusesProblemsWithoutAFamily) {
-  const Answer fp8 = ask(problem(TILEWISE_FLOAT8_E4M3), kZen4);
-  EXPECT_EQ(fp8.decision.status, TILEWISE_UNSUPPORTED);
-  EXPECT_EQ(fp8.decision.family, nullptr);
-  EXPECT_EQ(fp8.kernel, "");
-  EXPECT_EQ(fp8.why,
-            "device is CPU: no CPU kernel computes a forward in f8 with out in bf16 with head_dim "
-            "64; float32, float16 and bfloat16 up to head_dim 576 are allowed");
+  Problem large = problem(TILEWISE_BFLOAT16);
+  large.head_dim = 640;
+  const Answer refused = ask(large, kZen4);
+  EXPECT_EQ(refused.decision.status, TILEWISE_UNSUPPORTED);
+  EXPECT_EQ(refused.decision.family, nullptr);
+  EXPECT_EQ(refused.kernel, "");
+  EXPECT_EQ(refused.why,
+            "device is CPU: no CPU kernel computes a forward in bf16 with head_dim 640; float32, "
+            "float16 and bfloat16 up to head_dim 576 are allowed");
   const cuda::Registry nothing{};
   Device hopper;
   hopper.kind = TILEWISE_CUDA;

@@ -76,6 +76,21 @@ TEST(PlannerCudaFloat8, PromptsDoNotUseWgmma) {
             "would be faster, but TMA does not convert float8");
 }
 
+// The plan is that of the 16-bit copy of the queries, which lies before the rest of the workspace.
+TEST(PlannerCudaFloat8, QueriesAreWidened) {
+  Problem p = problem(TILEWISE_FLOAT8_E4M3, 4, 33, 1000, 8, 72);
+  const Decision decision = plan(p, gpu_with(90));
+  const Problem wide = with_float8(problem(TILEWISE_BFLOAT16, 4, 33, 1000, 8, 72));
+  const Decision of_wide = plan(wide, gpu_with(90));
+  ASSERT_EQ(decision.status, TILEWISE_OK);
+  EXPECT_EQ(decision.cuda.kernel_set, of_wide.cuda.kernel_set);
+  EXPECT_EQ(decision.cuda.form, of_wide.cuda.form);
+  EXPECT_EQ(decision.workspace_bytes(), of_wide.workspace_bytes() + 4 * 33 * 8 * 72 * 2);
+  EXPECT_EQ(kernel_name(decision, p), "cuda.mma_sync.forward.bf16.f8");
+  EXPECT_EQ(explained(p, gpu_with(90)),
+            "q of f8 is widened to bf16; " + explained(wide, gpu_with(90)));
+}
+
 // The registry of this test has no kernel set for float8.
 TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   std::vector<const cuda::KernelSet*> kernel_sets;

@@ -132,7 +132,10 @@ void AttentionCall::read_sizes(Reader& in) {
 void AttentionCall::read_cache(Reader& in) {
   a.kv_batch = in.pick({0, 0, 0, 2, 7});
   a.kv_float8 = in.one_in(8) ? 1 : 0;
-  a.out_dtype = in.one_in(16) ? TILEWISE_OUT_FLOAT32 : TILEWISE_OUT_DEFAULT;
+  const bool float8_queries = a.dtype == TILEWISE_FLOAT8_E4M3;
+  a.out_dtype = float8_queries  ? in.pick32({0, 1, 2, 3})
+                : in.one_in(16) ? TILEWISE_OUT_FLOAT32
+                                : TILEWISE_OUT_DEFAULT;
   switch (in.byte() % 8) {
     case 5:
       a.page_size = in.pick({4, 1, 3, 16, 128});
@@ -168,8 +171,8 @@ void AttentionCall::read_lengths(Reader& in) {
 
 tilewise_tensor AttentionCall::rows(Reader& in, int64_t columns, Writer writer) {
   const int64_t batch = a.cu_seqlens_q != nullptr ? 1 : a.batch;
-  const bool wide_out = writer == Writer::forward && a.out_dtype == TILEWISE_OUT_FLOAT32;
-  const int64_t bytes = wide_out ? 4 : element();
+  const int64_t bytes =
+      writer == Writer::forward ? tilewise::element_bytes(tilewise::out_dtype_of(a)) : element();
   return read_view(in, memory, {batch, a.seqlen_q, a.heads_q}, columns, bytes, writer);
 }
 
@@ -224,7 +227,7 @@ void AttentionCall::read_options(Reader& in) {
   if ((which & 4) != 0) {
     // Rows and keys of the longest possible sequence.
     const int64_t keys = a.block_table != nullptr ? times(a.block_table_width, 128) : a.seqlen_k;
-    a.bias_dtype = in.one_in(3) ? a.dtype : TILEWISE_FLOAT32;
+    a.bias_dtype = in.one_in(3) ? tilewise::dtypes_of(a).widened_q() : TILEWISE_FLOAT32;
     const int64_t size = a.bias_dtype == TILEWISE_FLOAT32 ? 4 : 2;
     const tilewise_tensor bias =
         read_view(in, memory, {a.batch, a.seqlen_q, a.heads_q}, keys, size, Writer::none);
@@ -267,7 +270,7 @@ void AttentionCall::read_options(Reader& in) {
     a.k_descale_stride_head = 1;
   }
   if (in.one_in(3)) a.v_descale = floats(in, 1);
-  if (in.one_in(16)) {
+  if (in.one_in(a.dtype == TILEWISE_FLOAT8_E4M3 ? 2 : 16)) {
     a.q_descale = floats(in, times(a.batch, a.heads_kv));
     a.q_descale_stride_batch = a.heads_kv;
     a.q_descale_stride_head = 1;

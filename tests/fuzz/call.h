@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "attention/dtypes.h"
 #include "tilewise/tilewise.h"
 
 namespace fuzz {
@@ -116,7 +117,7 @@ struct AttentionCall {
   void read_tensors(Reader& in);
   void read_options(Reader& in);
   void read_gradients(Reader& in);
-  int64_t element() const { return a.dtype == TILEWISE_FLOAT32 ? 4 : 2; }
+  int64_t element() const { return tilewise::element_bytes(a.dtype); }
   tilewise_tensor rows(Reader& in, int64_t columns, Writer writer);
   tilewise_tensor keys(Reader& in, int64_t columns, Writer writer);
   const float* floats(Reader& in, int64_t count);

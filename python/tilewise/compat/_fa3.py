@@ -27,34 +27,23 @@ from tilewise.compat._calls import (
 )
 from tilewise.compat._chunks import Sequence, split_cache, split_packed
 
-_FP8 = "only k and v may have dtype float8_e4m3fn, with q of torch.float16 or torch.bfloat16"
+Factors = tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]  # of q, k and v
 
 
-def refuse_fp8_queries(q: Tensor, q_descale: Optional[Tensor]) -> None:
-    """Raises NotImplementedError for fp8 queries, for which there is no kernel here."""
-    if str(q.dtype).startswith("torch.float8"):
-        raise NotImplementedError(f"q has dtype {q.dtype}, for which there is no kernel: {_FP8}")
-    if q_descale is not None:
-        raise NotImplementedError(
-            f"q_descale is given, but must be None: there is no kernel for q of fp8; {_FP8}"
-        )
-
-
-def _with_factors(
-    options: Options, q: Tensor, k: Tensor, batch: int, factors: tuple[Optional[Tensor], ...]
-) -> Options:
-    """The options with k_descale and v_descale [B, Hkv]."""
-    k_descale, v_descale = factors
-    request = Request(k_descale=k_descale, v_descale=v_descale)
+def _with_factors(options: Options, q: Tensor, k: Tensor, batch: int, factors: Factors) -> Options:
+    """The options with q_descale, k_descale and v_descale [B, Hkv]."""
+    q_descale, k_descale, v_descale = factors
+    request = Request(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return with_descale(options, q, k, request, batch)
 
 
 def _with_chunk_factors(options: Options, repeat: Callable[[Tensor], Tensor]) -> Options:
     """The options with the factors of each sequence repeated for each of its chunks."""
-    k_descale, v_descale = (
-        None if x is None else repeat(x) for x in (options.k_descale, options.v_descale)
+    q_descale, k_descale, v_descale = (
+        None if x is None else repeat(x)
+        for x in (options.q_descale, options.k_descale, options.v_descale)
     )
-    return options._replace(k_descale=k_descale, v_descale=v_descale)
+    return options._replace(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
 def _chunk_of(attention_chunk) -> int:
@@ -77,7 +66,7 @@ def scale_of(
 def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
     if qv is None:
         return
-    if is_float8(v.dtype):
+    if is_float8(v.dtype) or is_float8(q.dtype):
         raise NotImplementedError(
             f"qv is given, but must be None with v of {v.dtype}: there is no kernel for it"
         )
@@ -148,6 +137,7 @@ def attend_dense(
     deterministic: bool = False,
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
     k_descale: Optional[Tensor] = None,
     v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
@@ -160,7 +150,7 @@ def attend_dense(
         deterministic=deterministic,
     )
     q, k = _absorb(q, k, v, qv)
-    factors = (k_descale, v_descale)
+    factors = (q_descale, k_descale, v_descale)
     options = _with_factors(options_of(q, **common), q, k, q.shape[0], factors)._replace(
         num_splits=splits_of(num_splits),
         seqused_q=int32("seqused_q", seqused_q),
@@ -197,6 +187,7 @@ def attend_varlen(
     deterministic: bool = False,
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
     k_descale: Optional[Tensor] = None,
     v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
@@ -212,7 +203,7 @@ def attend_varlen(
         deterministic=deterministic,
     )
     q, k = _absorb(q, k, v, qv)
-    factors, batch = (k_descale, v_descale), batch_of(cu_seqlens_q)
+    factors, batch = (q_descale, k_descale, v_descale), batch_of(cu_seqlens_q)
     options = _with_factors(options_of(q, **common), q, k, batch, factors)
     options = options._replace(num_splits=splits_of(num_splits))
     chunk = _chunk_of(attention_chunk)
@@ -268,6 +259,7 @@ def attend_cached(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     num_splits: int = 0,
+    q_descale: Optional[Tensor] = None,
     k_descale: Optional[Tensor] = None,
     v_descale: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
@@ -295,7 +287,8 @@ def attend_cached(
         kv_batch_idx=cache_batch_idx,
         leftpad_k=int32("cache_leftpad", cache_leftpad),
     )
-    options = _with_factors(options, q, k_cache, batch, (k_descale, v_descale))
+    factors = (q_descale, k_descale, v_descale)
+    options = _with_factors(options, q, k_cache, batch, factors)
     new = _cache.NewKeys(
         k=k,
         v=v,

@@ -7,11 +7,11 @@ causal sets the right side to 0. With ``attention_chunk``, a row sees only keys 
 k and v unless the columns of k follow those of v in one tensor. The functions are differentiable,
 and so is the log-sum-exp, fp32 [B, H, Sq] or [H, T], which ``return_attn_probs`` adds.
 
-In a forward without ``qv``, k and v may have dtype torch.float8_e4m3fn if q has fp16 or bf16. Their
-values are then multiplied by ``k_descale`` and ``v_descale``, fp32 [B or 1, Hkv or 1]; new keys and
-values of a cache are divided by them. There is no kernel for fp8 queries: a q of that dtype and
-``q_descale`` raise NotImplementedError. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
-hints to the original kernels; they are ignored.
+In a forward without ``qv``, k and v may have dtype torch.float8_e4m3fn, and q fp16, bf16 or that
+dtype, which gives an out of bf16. Values of fp8 are multiplied by ``q_descale``, ``k_descale`` and
+``v_descale``, fp32 [B or 1, Hkv or 1]; new keys and values of a cache, of 16 bits, are divided by
+them. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints to the original kernels; they
+are ignored.
 """
 
 # The signatures are those of another package, so they lack the annotations that it lacks.
@@ -33,12 +33,7 @@ from tilewise.compat._calls import (
     scalar,
     write_to,
 )
-from tilewise.compat._fa3 import (
-    attend_cached,
-    attend_dense,
-    attend_varlen,
-    refuse_fp8_queries,
-)
+from tilewise.compat._fa3 import attend_cached, attend_dense, attend_varlen
 
 __all__ = [
     "flash_attn_combine",
@@ -98,7 +93,6 @@ def _flash_attn_forward(
 
     k and v are caches if k_new, page_table, kv_batch_idx or leftpad_k is given.
     """
-    refuse_fp8_queries(q, q_descale)
     common = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -107,6 +101,7 @@ def _flash_attn_forward(
         attention_chunk=attention_chunk,
         softcap=softcap,
         num_splits=num_splits,
+        q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
     )
@@ -280,7 +275,6 @@ def flash_attn_func(
     Returns:
         out [B, Sq, Hq, Dv], or (out, softmax_lse [B, Hq, Sq] fp32) with return_attn_probs.
     """
-    refuse_fp8_queries(q, q_descale)
     out, lse = attend_dense(
         q,
         k,
@@ -293,6 +287,7 @@ def flash_attn_func(
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
+        q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
     )
@@ -334,7 +329,6 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, Hq, Dv], or (out, softmax_lse [Hq, Tq] fp32) with return_attn_probs.
     """
-    refuse_fp8_queries(q, q_descale)
     out, lse = attend_varlen(
         q,
         k,
@@ -353,6 +347,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
     )
@@ -439,7 +434,6 @@ def flash_attn_with_kvcache(
         out, or (out, softmax_lse, out_accum, softmax_lse_accum) with return_softmax_lse. The last
         two are the partial results of splits in the original, and empty here.
     """
-    refuse_fp8_queries(q, q_descale)
     out, lse = attend_cached(
         q,
         k_cache,
@@ -464,6 +458,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
+        q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch
+from .. import _abi, _torch
 from .._options import WANT_K, WANT_Q, WANT_SINKS, WANT_V, Options
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums
 from .exchange import Exchange, Messages, Piece, Rooms, Table, overlapped, rows_first
@@ -90,7 +90,7 @@ class Ring:
         lse = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         if options.sinks is not None:
             lse = lse.copy_(options.sinks[:, None])
-        of_part = options._replace(sinks=None, float32_out=True)
+        of_part = options._replace(sinks=None, out_dtype=_abi.OUT_DTYPES["float32"])
 
         def compute(step: int, x: tuple[Tensor, ...]) -> None:
             for meeting, local in self._calls(step):

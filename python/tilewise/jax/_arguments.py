@@ -164,7 +164,7 @@ def problem(
     heads_kv = k.shape[1] if heads_first else k.shape[-2]
     numbers |= _check.numbers(request)
     sizes = (batch, heads, heads_kv)
-    arrays |= _check.per_head(request, _float32, jnp.broadcast_to, k.dtype, sizes)
+    arrays |= _check.per_head(request, _float32, jnp.broadcast_to, (q.dtype, k.dtype), sizes)
     if request.mask is not None:
         row = 2 if heads_first else 1
         lengths = (q.shape[row], k.shape[row]) if q.ndim == 4 else None

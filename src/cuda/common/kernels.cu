@@ -6,6 +6,7 @@
 #include "cuda/common/kernels.h"
 #include "cuda/common/prepare.cuh"
 #include "cuda/common/scalar_gradients.cuh"
+#include "cuda/common/widen.cuh"
 
 namespace tilewise::cuda::common {
 namespace {
@@ -44,6 +45,11 @@ const Kernel<ReduceParams>& reduce_kernel() {
 
 const Kernel<CheckParams>& check_kernel() {
   static const Kernel<CheckParams> kernel = {&check, kCheckThreads, kCheckSharedBytes};
+  return kernel;
+}
+
+const Kernel<WidenParams>& widen_kernel() {
+  static const Kernel<WidenParams> kernel = {&widen, kWidenThreads, 0};
   return kernel;
 }
 

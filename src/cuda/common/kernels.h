@@ -7,6 +7,7 @@
 #include "cuda/common/dbias.h"
 #include "cuda/common/prepare.h"
 #include "cuda/common/scalar_gradients.h"
+#include "cuda/common/widen.h"
 #include "cuda/runtime.h"
 
 namespace tilewise::cuda::common {
@@ -38,6 +39,7 @@ const TensorKernels& tensor_kernels(int32_t dtype);
 const Kernel<PrepareParams>& prepare_kernel();
 const Kernel<ReduceParams>& reduce_kernel();
 const Kernel<CheckParams>& check_kernel();
+const Kernel<WidenParams>& widen_kernel();
 
 // Symbol of the IndexRecord that each GPU has (runtime.h: address_on_device).
 const void* index_record_symbol();

@@ -117,6 +117,17 @@ bool varlen_gradients_are_right() {
   return good;
 }
 
+// Equal numbers whose factors differ: out is the value times its factor.
+bool float8_is_multiplied() {
+  const std::vector<uint8_t> ones(kCount, 0x38);  // 1 in float8_e4m3
+  const std::vector<float> twice(kHeads, 2.0f), thrice(kHeads, 3.0f);
+  std::vector<float> out(kCount);
+  const auto view = tilewise::view(ones.data(), TILEWISE_FLOAT8_E4M3, {1, kRows, kHeads, kDim});
+  tilewise::attention(view, view, view, tilewise::view(out, {1, kRows, kHeads, kDim}),
+                      {.q_descale = twice, .k_descale = twice, .v_descale = thrice});
+  return check("float8", out.front(), 3.0, 1e-6) && check("float8", out.back(), 3.0, 1e-6);
+}
+
 bool mistakes_are_exceptions() {
   std::vector<float> x(kCount);
   const auto message = [](auto&& action) -> std::string {
@@ -182,6 +193,7 @@ bool a_workspace_can_be_moved() {
 
 int main() {
   bool good = varlen_gradients_are_right();
+  good = float8_is_multiplied() && good;
   good = mistakes_are_exceptions() && good;
   good = a_workspace_can_be_moved() && good;
   return good ? 0 : 1;

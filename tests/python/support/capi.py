@@ -23,6 +23,7 @@ FORWARD, BACKWARD, JVP = 0, 1, 2
 OUT_DEFAULT, OUT_FLOAT32 = 0, 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FLOAT8_E4M3 = 3
 
 Task = c.CFUNCTYPE(None, c.c_void_p, c.c_int64)
 ParallelFor = c.CFUNCTYPE(None, c.c_void_p, c.c_int64, Task, c.c_void_p)

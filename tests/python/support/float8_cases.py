@@ -1,4 +1,4 @@
-"""Problems whose keys and values are float8_e4m3, compared with the oracle."""
+"""Problems whose keys and values, or also queries, are float8_e4m3, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from cases import Built, Case, run
 FLOAT8 = torch.float8_e4m3fn
 
 
-def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = False) -> None:
+OUT_DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # tilewise_out_dtype
+
+
+def with_float8(
+    b: Built, factors: bool, broadcast: str = "", signed: bool = False, queries: bool = False
+) -> None:
     """Rounds k and v to descale * float8, and puts the bytes into the struct.
 
     Args:
         signed: some descales are negative or 0.
+        queries: q is rounded as well; out keeps its dtype.
     """
     c, a = b.case, b.attention
     rng = np.random.default_rng(c.seed)
     a.kv_float8 = 1
+    if queries:
+        a.dtype, a.out_dtype = capi.FLOAT8_E4M3, OUT_DTYPES[b.out.view.dtype]
     b.bytes: dict[str, torch.Tensor] = {}
-    for name in ("k", "v"):
+    for name in ("q", "k", "v") if queries else ("k", "v"):
         x = getattr(b, name).contiguous()
         setattr(b, name, x)
         shape = (1 if "b" in broadcast else b.batch, 1 if "h" in broadcast else c.heads_kv)
@@ -35,17 +43,21 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
         if factors and signed:
             scale *= torch.from_numpy(rng.choice([1, -1, 0], shape)).float().to(x.device)
         full = scale.expand(b.batch, c.heads_kv)
+        if name == "q":
+            full = full.repeat_interleave(c.group, dim=1)
         room = (*x.shape[:-1], x.shape[-1] + c.pad)
         bytes_ = torch.full(room, -1, dtype=torch.int8, device=x.device).view(FLOAT8)
         bytes_ = bytes_[..., : x.shape[-1]]
         rows, out = x.view(-1, *x.shape[-2:]), bytes_.view(-1, *x.shape[-2:])
         for i, sequence in enumerate(b.sequences):
-            keys = torch.from_numpy(np.asarray(sequence.keys)).to(x.device)
-            divided = rows[keys].float() / torch.where(full[i] == 0, 1.0, full[i])[:, None]
+            used = torch.from_numpy(np.asarray(sequence.rows if name == "q" else sequence.keys))
+            used = used.to(x.device)
+            divided = rows[used].float() / torch.where(full[i] == 0, 1.0, full[i])[:, None]
             stored = divided.clamp(-448, 448).to(FLOAT8)
-            out[keys] = stored
-            rows[keys] = (stored.float() * full[i][:, None]).to(b.dtype)
-        setattr(a, name, capi.tensor(bytes_, batched=b.batched_k))
+            out[used] = stored
+            rows[used] = (stored.float() * full[i][:, None]).to(b.dtype)
+        batched = not c.varlen_q if name == "q" else b.batched_k
+        setattr(a, name, capi.tensor(bytes_, batched=batched))
         b.keep += [bytes_, scale]
         b.bytes[name] = bytes_.view(torch.uint8)
         if factors:
@@ -54,9 +66,12 @@ def with_float8(b: Built, factors: bool, broadcast: str = "", signed: bool = Fal
             setattr(a, f"{name}_descale_stride_head", 0 if "h" in broadcast else 1)
 
 
-def check(case: Case, factors: bool = True, broadcast: str = "", signed: bool = False) -> None:
+def check(
+    case: Case, factors: bool = True, broadcast: str = "", signed: bool = False,
+    queries: bool = False,
+) -> None:  # fmt: skip
     b = Built(case)
-    with_float8(b, factors, broadcast, signed)
+    with_float8(b, factors, broadcast, signed, queries)
     check_built(b)
 
 

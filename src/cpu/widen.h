@@ -1,0 +1,12 @@
+// The copies that a forward of float8 queries needs (attention/widened_queries.h).
+#pragma once
+
+#include "attention/problem.h"
+#include "base/parallel.h"
+
+namespace tilewise::cpu {
+
+// Writes q and the factors of k of `wide`, which WidenedQueries made of `p`.
+void widen_queries(const Problem& p, const Problem& wide, const Parallel& parallel);
+
+}  // namespace tilewise::cpu
