@@ -17,6 +17,7 @@ from .api import attention, attention_varlen, merge_states
 if TYPE_CHECKING:
     from ._numpy_backward import attention_backward
     from ._numpy_tangents import Tangents, attention_jvp, attention_second
+    from ._quantize import QuantizedFp8, quantize_fp8
     from .kvcache import attention_with_kvcache
 
     __version__: str
@@ -26,6 +27,7 @@ __all__ = [
     "IndexFault",
     "Kernel",
     "Plan",
+    "QuantizedFp8",
     "Tangents",
     "__version__",
     "attention",
@@ -40,15 +42,18 @@ __all__ = [
     "masks",
     "merge_states",
     "nn",
+    "quantize_fp8",
 ]
 
 # Names that need a framework, and the modules that define them.
 _LAZY = {
+    "QuantizedFp8": "_quantize",
     "Tangents": "_numpy_tangents",
     "attention_backward": "_numpy_backward",
     "attention_jvp": "_numpy_tangents",
     "attention_second": "_numpy_tangents",
     "attention_with_kvcache": "kvcache",
+    "quantize_fp8": "_quantize",
 }
 
 
