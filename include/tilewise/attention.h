@@ -234,10 +234,9 @@ TILEWISE_API tilewise_status tilewise_backward(const tilewise_attention* attenti
                                                const tilewise_gradients* gradients, void* workspace,
                                                int64_t workspace_bytes);
 
-/* Forward mode and second derivatives. block_table, float8_e4m3, batch_invariant and, on a GPU,
- * tilewise_second are TILEWISE_UNSUPPORTED. Both read out and lse of the forward, which
- * must cover exactly the keys of this problem. tilewise_second gives dq, dk, dv, dbias, dsinks and
- * dscale of
+/* Forward mode and second derivatives. block_table, float8_e4m3 and batch_invariant are
+ * TILEWISE_UNSUPPORTED. Both read out and lse of the forward, which must cover exactly the keys of
+ * this problem. tilewise_second gives dq, dk, dv, dbias, dsinks and dscale of
  *     L = dout . out + dlse . lse + tangents.dout . out' + tangents.dlse . lse'
  * in which out, lse, out' and lse' are functions of q, k, ...; gradients.dout may be NULL (0).
  * docs/c-api.md has the gradients of the tangents, double backward and Hessian-vector products.

@@ -27,6 +27,7 @@ struct FormKernels {
   Kernel<SecondParams> second_prepare = {};
   Kernel<SecondParams> second = {};
   Kernel<SecondParams> second_finish = {};
+  Kernel<SecondParams> second_dbias = {};
 };
 
 struct Tile {

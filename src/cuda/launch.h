@@ -30,16 +30,19 @@ class ForwardLaunch {
 };
 
 // The launches of a backward: [index check] [prepare] main kernels [NaN recompute] [dbias] [dsinks]
-// [sums of dsinks and dscale].
+// [sums of dsinks and dscale]. Pass::second has the same; its family launches a dbias of its own
+// and calls `scalar_gradients` instead of `finish`.
 class BackwardLaunch {
  public:
   BackwardLaunch(const Request& request, const Plan& plan, const BackwardWorkspace& regions,
                  void* workspace);
   void finish();
+  void scalar_gradients() const;
 
   const DeviceScope scope;
   const Plan& plan;
   const BackwardWorkspace regions;
+  const Tangents& tangents;  // of Pass::second; otherwise all are 0
   void* const workspace;
   Problem problem;        // with checked copies of the index arrays
   BackwardParams params;  // of the main kernels

@@ -59,29 +59,6 @@ void recompute_flagged(const BackwardLaunch& backward) {
     launch(recompute.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
-// Computes dsinks and dscale.
-void scalar_gradients(const Problem& p, const Gradients& g, const BackwardWorkspace& regions,
-                      void* workspace) {
-  common::ReduceParams params;
-  params.dsinks = g.dsinks;
-  params.dscale = g.dscale;
-  if (g.dsinks != nullptr) {
-    common::DsinksParams partials;
-    partials.problem = p;
-    partials.gradients = g;
-    partials.partials = regions.dsinks_partials.in<double>(workspace);
-    partials.row_blocks = common::dsinks_row_blocks(p);
-    launch(common::tensor_kernels(dtypes_of(p).q).dsinks, common::dsinks_blocks(p), p.stream,
-           partials);
-    params.dsinks_partials = partials.partials;
-    params.heads = p.heads_q;
-    params.row_blocks = partials.row_blocks;
-  }
-  params.dscale_partials = regions.dscale_partials.in<float>(workspace);
-  params.dscale_count = regions.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
-  launch(common::reduce_kernel(), common::reduce_blocks(params), p.stream, params);
-}
-
 }  // namespace
 
 BackwardLaunch::BackwardLaunch(const Request& request, const Plan& a_plan,
@@ -89,6 +66,7 @@ BackwardLaunch::BackwardLaunch(const Request& request, const Plan& a_plan,
     : scope(request.problem.device_index),
       plan(a_plan),
       regions(a_regions),
+      tangents(request.tangents),
       workspace(a_workspace) {
   if (request.problem.check != 0) check_entries(request, regions.report.in<void>(workspace));
   problem = prepare_all(request.problem, request.gradients, plan, regions, workspace);
@@ -110,7 +88,32 @@ void BackwardLaunch::finish() {
     launch(common::tensor_kernels(dtypes_of(p).q).dbias, common::dbias_blocks(p, g), p.stream,
            common::DbiasParams{p, g, params.mask});
   }
-  if (g.dsinks != nullptr || g.dscale != nullptr) scalar_gradients(p, g, regions, workspace);
+  scalar_gradients();
+}
+
+void BackwardLaunch::scalar_gradients() const {
+  const Problem& p = problem;
+  const Gradients& g = params.gradients;
+  if (g.dsinks == nullptr && g.dscale == nullptr) return;
+  common::ReduceParams sums;
+  sums.dsinks = g.dsinks;
+  sums.dscale = g.dscale;
+  if (g.dsinks != nullptr) {
+    common::DsinksParams partials;
+    partials.problem = p;
+    partials.gradients = g;
+    partials.tangents = tangents;
+    partials.partials = regions.dsinks_partials.in<double>(workspace);
+    partials.row_blocks = common::dsinks_row_blocks(p);
+    launch(common::tensor_kernels(dtypes_of(p).q).dsinks, common::dsinks_blocks(p), p.stream,
+           partials);
+    sums.dsinks_partials = partials.partials;
+    sums.heads = p.heads_q;
+    sums.row_blocks = partials.row_blocks;
+  }
+  sums.dscale_partials = regions.dscale_partials.in<float>(workspace);
+  sums.dscale_count = regions.dscale_partials.bytes / static_cast<int64_t>(sizeof(float));
+  launch(common::reduce_kernel(), common::reduce_blocks(sums), p.stream, sums);
 }
 
 }  // namespace tilewise::cuda

@@ -234,8 +234,10 @@ struct JvpParams : ForwardParams {
 };
 
 // Pass::second: the tiles of a backward. tangents.out, lse, dout and dlse are read.
+// gradients.dout and dlse are those of the results, tangents.dout and dlse those of their tangents.
 struct SecondParams : BackwardParams {
   Tangents tangents;
+  float* row_second_delta;  // delta of the results, as row_delta, which is that of the tangents
 };
 
 }  // namespace tilewise::cuda

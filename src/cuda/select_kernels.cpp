@@ -32,7 +32,8 @@ bool serves_jvp(const KernelSet& kernel_set, const Gpu& gpu) {
 
 bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {
   for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general}) {
-    if (!fit(gpu, form->second_prepare, form->second, form->second_finish)) return false;
+    if (!fit(gpu, form->second_prepare, form->second, form->second_finish, form->second_dbias))
+      return false;
   }
   return kernel_set.has_second();
 }

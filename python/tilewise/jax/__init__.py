@@ -1,7 +1,7 @@
 """Tilewise for JAX: exact attention through XLA's foreign function interface, without PyTorch.
 
 The functions take and return JAX arrays on CPUs and NVIDIA GPUs, and work under ``jax.jit``,
-``jax.grad``, ``jax.vmap`` and ``jax.shard_map``, and on CPUs under ``jax.jvp`` and ``jax.hessian``.
+``jax.grad``, ``jax.jvp``, ``jax.hessian``, ``jax.vmap`` and ``jax.shard_map``.
 The page docs/integrations/jax.md says what was run where.
 """
 

@@ -37,8 +37,8 @@ def attention(
 
     Returns:
         out; with return_lse also lse, and with return_max_logits also max_logits. out and lse have
-        derivatives: those of q, k, v, bias, sinks and a scale that is an array. CPUs also have
-        forward mode and second derivatives.
+        derivatives, also in forward mode and second ones: those of q, k, v, bias, sinks and a
+        scale that is an array.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

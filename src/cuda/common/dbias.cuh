@@ -3,15 +3,13 @@
 //   dbias = sum over the broadcast dimensions of P (dP * dropout - delta),
 //   P = exp(score - lse), dP = dO V^T, delta = rowsum(dO O) - dlse
 //
-// Grid: dbias_blocks(p, g), one CTA per 64 x 64 tile of dbias. Reads q, k, v, out, dout, lse, dlse
-// bias and
-// the mask; writes dbias. The arithmetic is fp32 for every element type.
+// Grid: dbias_blocks(p, g), one CTA per 64 x 64 tile of dbias. Reads q, k, v, out, dout, lse, dlse,
+// bias and the mask; writes dbias. The arithmetic is fp32 for every element type.
 #pragma once
 
 #include "attention/online_softmax.h"
 #include "attention/schedule.h"
-#include "cuda/common/block.h"
-#include "cuda/common/dbias.h"
+#include "cuda/common/dbias_tile.h"
 #include "cuda/common/out.h"
 #include "cuda/common/score_mod.h"
 #include "cuda/common/tile_mask.h"
@@ -23,10 +21,10 @@ namespace tilewise::cuda::common {
 template <class Element>
 struct Dbias {
   using T = typename Element::Storage;
-  static constexpr int kMicro = 4;
-  static constexpr int kSide = kDbiasTile / kMicro;
+  static constexpr int kMicro = kDbiasMicro;
+  static constexpr int kSide = DbiasTile::kSide;
   static constexpr int kLoads = 2;  // rows of an operand that a thread loads
-  using Micro = float[kMicro][kMicro];
+  using Micro = DbiasMicro;
 
   // Kept in shared memory: it would occupy a third of the registers during the whole kernel.
   struct State {
@@ -244,38 +242,6 @@ struct Dbias {
     }
   }
 
-  // The tile of dbias that a CTA owns; kAll for a dimension that it sums over.
-  struct Tile {
-    int32_t batch;
-    int32_t head;
-    int32_t row_tile;
-    int32_t key_tile;
-
-    TILEWISE_DEVICE Range keys(const Gradients& g) const {
-      return Tiling{g.dbias_keys, kDbiasTile}.at(key_tile);
-    }
-  };
-  static constexpr int32_t kAll = -1;
-
-  TILEWISE_DEVICE Tile tile_of(int64_t block) const {
-    const DbiasShape shape = DbiasShape::of(p, g);
-    const int64_t key_tile = block % shape.key_tiles();
-    block /= shape.key_tiles();
-    const int64_t row_tile = block % shape.row_tiles();
-    block /= shape.row_tiles();
-    const auto batch = static_cast<int32_t>(block / shape.heads);
-    const auto head = static_cast<int32_t>(block % shape.heads);
-    return {g.dbias_stride_batch == 0 ? kAll : batch, g.dbias_stride_head == 0 ? kAll : head,
-            g.dbias_stride_row == 0 ? kAll : static_cast<int32_t>(row_tile),
-            static_cast<int32_t>(key_tile)};
-  }
-
-  // The range of a dimension that the CTA visits: `index`, or all of it.
-  TILEWISE_DEVICE static int32_t first_of(int32_t index) { return index == kAll ? 0 : index; }
-  TILEWISE_DEVICE static int32_t end_of(int32_t index, int64_t count) {
-    return index == kAll ? static_cast<int32_t>(count) : index + 1;
-  }
-
   TILEWISE_DEVICE static void list_ranges(Range rows, Range keys) {
     if (!state().mask.on()) return;
     ptx::sync_block();  // the bits of the previous tile have been computed
@@ -288,9 +254,9 @@ struct Dbias {
   }
 
   TILEWISE_DEVICE void run(int64_t block) const {
-    const Tile tile = tile_of(block);
+    const DbiasTile tile = DbiasTile::of(p, g, block);
     Micro sum = {};
-    for (int32_t batch = first_of(tile.batch); batch < end_of(tile.batch, p.batch); ++batch) {
+    const auto begin = [&](int32_t batch) -> const Band& {
       ptx::sync_block();  // all threads have read the state of the previous sequence
       if (ptx::thread_index() == 0) {
         state().sequence = sequence_of(p, batch);
@@ -298,52 +264,14 @@ struct Dbias {
         state().mask.begin(mask, batch);
       }
       ptx::sync_block();
-      const Band& band = state().sequence.band;
-      const int64_t row_tiles = ceil_div(band.rows, kDbiasTile);
-      for (int32_t i = first_of(tile.row_tile); i < end_of(tile.row_tile, row_tiles); ++i) {
-        const Range rows = Tiling{band.rows, kDbiasTile}.at(i);
-        if (rows.empty() || intersect(band.keys_of_any(rows), tile.keys(g)).empty()) continue;
-        list_ranges(rows, tile.keys(g));
-        for (int32_t head = first_of(tile.head); head < end_of(tile.head, p.heads_q); ++head)
-          if (shows_some(head, rows, tile.keys(g))) add(sum, head, i, tile.key_tile);
-      }
-    }
-    write(sum, tile_of(block));
-  }
-
-  TILEWISE_DEVICE void write(const Micro& sum, const Tile& tile) const {
-    float* const out = g.dbias + int64_t{first_of(tile.batch)} * g.dbias_stride_batch +
-                       int64_t{first_of(tile.head)} * g.dbias_stride_head;
-    const int row_group = ptx::thread_index() / kSide;
-    const int key_group = ptx::thread_index() % kSide;
-    if (tile.row_tile == kAll) return write_sum_of_rows(sum, out, tile.keys(g));
-    const int64_t first_row = int64_t{tile.row_tile} * kDbiasTile + row_group * kMicro;
-    const int64_t first_key = int64_t{tile.key_tile} * kDbiasTile + key_group * kMicro;
-#pragma unroll
-    for (int i = 0; i < kMicro; ++i)
-#pragma unroll
-      for (int j = 0; j < kMicro; ++j)
-        if (first_row + i < g.dbias_rows && first_key + j < g.dbias_keys)
-          out[(first_row + i) * g.dbias_stride_row + first_key + j] = sum[i][j];
-  }
-
-  TILEWISE_DEVICE void write_sum_of_rows(const Micro& sum, float* out, Range keys) const {
-    const int row_group = ptx::thread_index() / kSide;
-    const int key_group = ptx::thread_index() % kSide;
-    ptx::sync_block();
-#pragma unroll
-    for (int j = 0; j < kMicro; ++j) {
-      float of_thread = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kMicro; ++i) of_thread += sum[i][j];
-      a.set(row_group * kDbiasStride + key_group * kMicro + j, ptx::bits_of(of_thread));
-    }
-    ptx::sync_block();
-    const int key = ptx::thread_index();
-    if (key >= keys.size()) return;
-    float total = 0.0f;
-    for (int i = 0; i < kSide; ++i) total += ptx::float_of(a.get(i * kDbiasStride + key));
-    out[keys.begin + key] = total;
+      return state().sequence.band;
+    };
+    const auto begin_rows = [&](Range rows) { list_ranges(rows, tile.keys(g)); };
+    tile.for_each_part(p, g, begin, begin_rows, [&](int32_t head, int32_t row_tile) {
+      const Range rows = Tiling{state().sequence.band.rows, kDbiasTile}.at(row_tile);
+      if (shows_some(head, rows, tile.keys(g))) add(sum, head, row_tile, tile.key_tile);
+    });
+    DbiasTile::of(p, g, block).write(sum, g, a);
   }
 };
 

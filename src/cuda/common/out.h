@@ -15,11 +15,17 @@ TILEWISE_DEVICE bool widens_out(const Problem& p) {
   return sizeof(T) == 2 && dtypes_of(p).out == TILEWISE_FLOAT32;
 }
 
-// Calls body(pointer to element `at` of out), where the pointer is a T* or a float*.
+// Calls body(pointer to element `at` of `view`), where the pointer is a T* or a float*. The view is
+// out or its tangent, which has the same type.
+template <class T, class Body>
+TILEWISE_DEVICE auto with_out(const Problem& p, const tilewise_tensor& view, int64_t at,
+                              const Body& body) {
+  if (widens_out<T>(p)) return body(static_cast<float*>(view.data) + at);
+  return body(static_cast<T*>(view.data) + at);
+}
 template <class T, class Body>
 TILEWISE_DEVICE auto with_out(const Problem& p, int64_t at, const Body& body) {
-  if (widens_out<T>(p)) return body(static_cast<float*>(p.out.data) + at);
-  return body(static_cast<T*>(p.out.data) + at);
+  return with_out<T>(p, p.out, at, body);
 }
 
 }  // namespace tilewise::cuda

@@ -2,6 +2,9 @@
 //
 //   dsinks[head] = -sum over rows of exp(sink - lse) delta,  delta = do.o - dlse
 //
+// In Pass::second, with the tangents dout', dlse', o', lse' and sink', delta is
+//   do.o - dlse + do'.o' + (sink' - lse') (do'.o - dlse')
+//
 // dsinks: grid dsinks_blocks(p), a CTA per head and block of kDsinksRows rows; reads out, dout,
 // lse, dlse and sinks, writes `partials`. reduce_partials: grid reduce_blocks(params); reads the
 // partial sums, writes dsinks and dscale.
@@ -16,22 +19,45 @@
 
 namespace tilewise::cuda::common {
 
-// delta = do.o - dlse of one row, computed by a warp. T: storage of dout.
+// do.o of one row, computed by a warp, where `out` is out or its tangent and T the storage of dout;
+// 0 if dout is absent.
 template <class T>
-TILEWISE_DEVICE float delta_of_warp(const Problem& p, const Gradients& g,
-                                    const RowLocation& location, int64_t head) {
-  const T* const dout =
-      static_cast<const T*>(g.dout.data) + location.offset(g.dout) + head * g.dout.stride_head;
-  const float delta =
-      with_out<T>(p, location.offset(p.out) + head * p.out.stride_head,
-                  [&](const auto* out) { return dot_of_warp(out, dout, p.head_dim_v); });
-  if (g.dlse == nullptr) return delta;
-  return delta - g.dlse[location.batch_index * g.dlse_stride_batch + location.row +
-                        head * g.dlse_stride_head];
+TILEWISE_DEVICE float out_product(const Problem& p, const tilewise_tensor& out,
+                                  const tilewise_tensor& dout, const RowLocation& location,
+                                  int64_t head) {
+  if (dout.data == nullptr) return 0.0f;
+  const T* const gradient =
+      static_cast<const T*>(dout.data) + location.offset(dout) + head * dout.stride_head;
+  return with_out<T>(p, out, location.offset(out) + head * out.stride_head,
+                     [&](const auto* row) { return dot_of_warp(row, gradient, p.head_dim_v); });
 }
 
-// A sink has the weight p = exp(sink - lse) and no value, so its ds is -p delta. Each warp adds its
-// rows in ascending order; then the sums of the warps are added in order.
+// do.o - dlse of one row, computed by a warp, with dout and dlse of the gradients or the tangents.
+template <class T, class From>
+TILEWISE_DEVICE float delta_of_warp(const Problem& p, const From& from, const RowLocation& location,
+                                    int64_t head) {
+  const float delta = out_product<T>(p, p.out, from.dout, location, head);
+  if (from.dlse == nullptr) return delta;
+  return delta - from.dlse[location.batch_index * from.dlse_stride_batch + location.row +
+                           head * from.dlse_stride_head];
+}
+
+// A sink has the weight p = exp(sink - lse) and no value, so its ds is -p times this.
+template <class T>
+TILEWISE_DEVICE float sink_delta_of_warp(const DsinksParams& params, const RowLocation& location,
+                                         int64_t head) {
+  const Problem& p = params.problem;
+  const Tangents& t = params.tangents;
+  const float delta = delta_of_warp<T>(p, params.gradients, location, head);
+  if (t.dout.data == nullptr) return delta;
+  const float lse_tangent =
+      t.lse[location.batch_index * t.lse_stride_batch + location.row + head * t.lse_stride_head];
+  const float centred = (t.sinks != nullptr ? t.sinks[head] : 0.0f) - lse_tangent;
+  return delta + out_product<T>(p, t.out, t.dout, location, head) +
+         centred * delta_of_warp<T>(p, t, location, head);
+}
+
+// Each warp adds its rows in ascending order; then the sums of the warps are added in order.
 template <class Element>
 TILEWISE_KERNEL(kDsinksThreads, 1)
 void dsinks(TILEWISE_PARAMETER DsinksParams params) {
@@ -48,8 +74,7 @@ void dsinks(TILEWISE_PARAMETER DsinksParams params) {
         location.batch_index * p.lse_stride_batch + location.row + head * p.lse_stride_head;
     const LogSum lse{p.lse[at], p.lse_low != nullptr ? p.lse_low[at] : 0.0f};
     if (lse.lse == kMinusInfinity) continue;  // then the sink is also -inf
-    const float delta =
-        delta_of_warp<typename Element::Storage>(p, params.gradients, location, head);
+    const float delta = sink_delta_of_warp<typename Element::Storage>(params, location, head);
     const float exponent = min(LogSum{p.sinks[head], 0.0f}.above(lse), 0.0f);
     sum -= static_cast<double>(exponential(exponent) * delta);
   }

@@ -21,6 +21,7 @@ struct DsinksParams {
   Gradients gradients{};
   double* partials = nullptr;  // [heads_q, row_blocks]
   int64_t row_blocks = 0;      // dsinks_row_blocks
+  Tangents tangents{};         // of Pass::second; otherwise all are 0
 };
 inline int64_t dsinks_blocks(const Problem& p) { return p.heads_q * dsinks_row_blocks(p); }
 

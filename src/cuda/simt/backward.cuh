@@ -28,25 +28,37 @@ TILEWISE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// delta = do.o - dlse of one row, computed by a warp; T is the storage of dout. With it dS = P (dP
-// - delta) accounts for the gradients of both out and lse.
+// do.o of one row, computed by a warp, where `out` is out or its tangent and T the storage of dout.
+template <class T>
+TILEWISE_DEVICE float out_product(const Problem& p, const tilewise_tensor& out,
+                                  const tilewise_tensor& dout, int64_t row, int64_t head) {
+  const Sequence& s = shared().sequence;
+  const T* const gradient =
+      static_cast<const T*>(dout.data) + s.row_offset(dout, row) + head * dout.stride_head;
+  const int64_t at = s.row_offset(out, row) + head * out.stride_head;
+  return with_out<T>(p, out, at, [&](const auto* o) {
+    float products = 0.0f;
+    for (int c = ptx::lane_index(); c < p.head_dim_v; c += ptx::kWarpSize)
+      products += to_float(o[c]) * to_float(gradient[c]);
+    return warp_sum(products);
+  });
+}
+
+// dlse of one row, of the gradients or of the tangents; 0 if it is absent.
+template <class From>
+TILEWISE_DEVICE float dlse_of(const From& from, int64_t row, int64_t head) {
+  if (from.dlse == nullptr) return 0.0f;
+  const int64_t at = shared().sequence.lse_offset(from.dlse_stride_batch, row);
+  return from.dlse[at + head * from.dlse_stride_head];
+}
+
+// delta = do.o - dlse of one row, computed by a warp. With it dS = P (dP - delta) accounts for the
+// gradients of both out and lse.
 template <class T>
 TILEWISE_DEVICE float row_delta(const BackwardParams& params, int64_t row, int64_t head) {
   const Problem& p = params.problem;
   const Gradients& g = params.gradients;
-  const Sequence& s = shared().sequence;
-  const T* const d =
-      static_cast<const T*>(g.dout.data) + s.row_offset(g.dout, row) + head * g.dout.stride_head;
-  float sum =
-      with_out<T>(p, s.row_offset(p.out, row) + head * p.out.stride_head, [&](const auto* o) {
-        float products = 0.0f;
-        for (int c = ptx::lane_index(); c < p.head_dim_v; c += ptx::kWarpSize)
-          products += to_float(o[c]) * to_float(d[c]);
-        return warp_sum(products);
-      });
-  if (g.dlse != nullptr)
-    sum -= g.dlse[s.lse_offset(g.dlse_stride_batch, row) + head * g.dlse_stride_head];
-  return sum;
+  return out_product<T>(p, p.out, g.dout, row, head) - dlse_of(g, row, head);
 }
 
 TILEWISE_DEVICE int64_t delta_index(const BackwardParams& params, int64_t row, int64_t head) {
@@ -166,6 +178,16 @@ struct Backward {
     if (shared().score_mod.dropout.on()) weights.apply_dropout(thread, first_key);
   }
 
+  // Multiplies dP by the dropout factors.
+  TILEWISE_DEVICE void apply_dropout(Block& dp, int64_t first_key) const {
+    if (!shared().score_mod.dropout.on()) return;
+    ptx::sync_block();  // the operands of the product have been read
+    const Weights scratch = Weights::of(thread, shared().stage);
+    scratch.store(dp);
+    scratch.apply_dropout(thread, first_key);
+    scratch.load(dp);
+  }
+
   // Stores dS in Shared::weights.
   TILEWISE_DEVICE void store_ds(int64_t first_key) const {
     Block weight;
@@ -175,13 +197,7 @@ struct Backward {
     weights.store(weight);  // frees its registers while dP is computed
     Block dp;
     row_products(dp, shared().stage, dout(), v());
-    if (shared().score_mod.dropout.on()) {
-      ptx::sync_block();  // the operands of the product have been read
-      const Weights scratch = Weights::of(thread, shared().stage);
-      scratch.store(dp);
-      scratch.apply_dropout(thread, first_key);
-      scratch.load(dp);
-    }
+    apply_dropout(dp, first_key);
     weights.load(weight);
     const Visible visible = Visible::of(thread, first_key);
 #pragma unroll
@@ -282,15 +298,19 @@ struct Backward {
     }
   }
 
-  // Computes the kTile keys of the tile that start at its key `first`.
-  TILEWISE_DEVICE void run_keys(int32_t first) {
+  // Takes the kTile keys of the tile that start at its key `first`; false: there are none.
+  TILEWISE_DEVICE static bool take_keys(int32_t first) {
     ptx::sync_block();
     if (ptx::thread_index() == 0) {
       const int64_t begin = shared().tile_keys.begin + first;
       shared().current_keys = {begin, min(begin + kTile, shared().tile_keys.end)};
     }
     ptx::sync_block();
-    if (shared().current_keys.empty()) return;
+    return !shared().current_keys.empty();
+  }
+
+  TILEWISE_DEVICE void run_keys(int32_t first) {
+    if (!take_keys(first)) return;
     if (g.dv.data != nullptr) {
       walk_rows(true);
       write_keys(g.dv, p.head_dim_v, 1.0f);
@@ -331,17 +351,18 @@ struct Backward {
       if (g.dq.data != nullptr)
         write(static_cast<T*>(g.dq.data) + s.row_offset(g.dq, row) + head * g.dq.stride_head, i,
               p.head_dim, shared().score_mod.score.scale);
-      if (params.dscale_partials != nullptr) dscale += dot_q(r, i);
+      if (params.dscale_partials != nullptr) dscale += dot(q(), r, i);
     }
     return dscale;
   }
 
-  TILEWISE_DEVICE float dot_q(int r, int i) const {
+  // Row r of `rows` times row i of this thread's sums, which is row r of the tile.
+  TILEWISE_DEVICE float dot(const Rows<T>& rows, int r, int i) const {
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < C::kGroups; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum += q().at(r, n * kTile + thread.x * 4 + j) * sums[n][i][j];
+      for (int j = 0; j < 4; ++j) sum += rows.at(r, n * kTile + thread.x * 4 + j) * sums[n][i][j];
     }
     return sum;
   }
@@ -372,16 +393,22 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams params) {
   }
 }
 
-template <class C>
-TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
+// Loads work tile `tile` of the keys; false: there is none.
+TILEWISE_DEVICE bool load_key_tile(const BackwardParams& params, int32_t tile) {
   const TileOrder::WorkTile work_tile = params.order.at(tile);
-  if (work_tile.sequence < 0) return;
+  if (work_tile.sequence < 0) return false;
   load_sequence(params, work_tile.sequence);
   if (ptx::thread_index() == 0) {
     const int64_t begin = int64_t{work_tile.tile} * params.key_tile;
     shared().tile_keys = {begin, min(begin + params.key_tile, shared().sequence.band.keys)};
     shared().tile_head = work_tile.head;
   }
+  return true;
+}
+
+template <class C>
+TILEWISE_DEVICE void backward_key_tile(const BackwardParams& params, int32_t tile) {
+  if (!load_key_tile(params, tile)) return;
   Backward<C, true> backward(params);
   for (int32_t key = 0; key < params.key_tile; key += kTile) backward.run_keys(key);
 }

@@ -1,5 +1,6 @@
 #include "cuda/simt/family.h"
 
+#include "cuda/common/dbias.h"
 #include "cuda/launch.h"
 #include "cuda/simt/instances.h"
 #include "cuda/workspace.h"
@@ -9,14 +10,7 @@ namespace {
 
 int32_t table(const Gpu&) { return kTables.front().number; }
 
-WhyNot why_not(const Request& request, const Gpu&) {
-  if (!request.is(Pass::second)) return {};
-  if (request.problem.mask != nullptr)
-    return {.text =
-                "no GPU kernel of the second derivatives reads a mask: bias with -inf for the "
-                "hidden pairs is allowed"};
-  return why_no_other_out(request);
-}
+WhyNot why_not(const Request&, const Gpu&) { return {}; }
 
 // The kernels are compiled per element type of q; float8 keys are an option of them.
 const KernelSet* find(const Request& request, const Target& target) {
@@ -35,13 +29,21 @@ Plan plan_forward(const Request& request, const KernelSet& kernel_set, const Gpu
   return plan;
 }
 
-BackwardWorkspace backward_workspace(const Request& request, const Plan& plan) {
+struct Regions : BackwardWorkspace {
+  Region row_second_delta;  // SecondParams::row_second_delta
+};
+
+Regions backward_workspace(const Request& request, const Plan& plan) {
   Workspace workspace;
-  BackwardWorkspace regions;
+  Regions regions;
   take_shared_regions(regions, workspace, request, plan);
+  if (!request.is(Pass::second)) return regions;
+  regions.row_second_delta = workspace.take<float>(row_blocks(request.problem, plan) * plan.tile_q);
+  regions.bytes = workspace.bytes();
   return regions;
 }
 
+// A backward or Pass::second, which has its tiles.
 Plan plan_backward(const Request& request, const KernelSet& kernel_set, const Gpu& gpu) {
   Plan plan = plan_backward_tiles(request, kernel_set);
   interleave_backward_heads(plan, request.problem, gpu);
@@ -58,9 +60,8 @@ Plan plan(const Request& request, const Target& target) {
     case Pass::jvp:
       return plan_forward(request, *kernel_set, target.gpu);
     case Pass::backward:
-      return plan_backward(request, *kernel_set, target.gpu);
     case Pass::second:
-      return {};  // not in `passes`
+      return plan_backward(request, *kernel_set, target.gpu);
   }
   return {};
 }
@@ -92,19 +93,36 @@ void launch_jvp(const Request& request, const Plan& plan, void* workspace) {
   jvp.finish();
 }
 
+// The kernels of a backward with those of the second derivatives in their places.
+void launch_second(const Request& request, const Plan& plan, void* workspace) {
+  const Regions regions = backward_workspace(request, plan);
+  const BackwardLaunch second(request, plan, regions, workspace);
+  const SecondParams params{second.params, request.tangents,
+                            regions.row_second_delta.in<float>(workspace)};
+  const FormKernels& kernels = second.kernels();
+  const Problem& p = second.problem;
+  const int64_t row_tiles = row_blocks(request.problem, plan);
+  cuda::launch(kernels.second_prepare, row_tiles, p.stream, params);
+  if (second.keys()) cuda::launch(kernels.second, plan.blocks, p.stream, params);
+  if (second.rows()) cuda::launch(kernels.second_finish, row_tiles, p.stream, params);
+  const int64_t dbias_blocks = common::dbias_blocks(p, request.gradients);
+  if (dbias_blocks > 0) cuda::launch(kernels.second_dbias, dbias_blocks, p.stream, params);
+  second.scalar_gradients();
+}
+
 }  // namespace
 
 constexpr FamilyRow kFamily = {
     .facts = {.name = "cuda.simt",
               .requires_ = "an NVIDIA GPU, sm_60",
               .dtypes = kFloatDtypes,
-              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp),
+              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
               .max_head_dim = kHeadDims.back()},
     .sm = {.first = 60},
     .table = table,
     .why_not = why_not,
     .plan = plan,
-    .launch = launch_pass<launch_forward, launch_backward, launch_jvp>,
+    .launch = launch_pass<launch_forward, launch_backward, launch_jvp, launch_second>,
     // A masked key is not part of any sum of these kernels, so they may recompute flagged tiles.
     .recompute_kernels = find,
 };

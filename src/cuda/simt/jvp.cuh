@@ -104,11 +104,10 @@ struct Jvp {
           mean[i] += tangent[i][j];
         }
       }
-      add(tangent, Scores::rows_of(p.v, shared().v, p.head_dim_v), now);
+      add(tangent, scores.v().value, now);
       if (t.v.data != nullptr) ptx::sync_block();
     }
-    if (t.v.data != nullptr)
-      add(weight, Scores::rows_of(t.v, shared_tangents().v_tangent, p.head_dim_v), now);
+    if (t.v.data != nullptr) add(weight, scores.v().tangent, now);
   }
 
   // The sink is a key without a value. Returns its share of u.

@@ -21,6 +21,29 @@ inline constexpr int32_t kSharedBytesOfTangents = sizeof(SharedTangents);
 
 TILEWISE_DEVICE SharedTangents& shared_tangents() { return static_cast<SharedTangents&>(shared()); }
 
+// An operand of a product and its tangent. An absent tangent has no data.
+template <class T>
+struct Operand {
+  Rows<T> value;
+  Rows<T> tangent;
+};
+
+// X = A B^T, and its tangent A' B^T + A B'^T, which is 0 if both tangents are absent.
+template <class T>
+TILEWISE_DEVICE void products_with_tangent(Block& x, Block& x_tangent, const Operand<T>& a,
+                                           const Operand<T>& b) {
+  float* const stage = shared().stage;
+  row_products(x, stage, a.value, b.value);
+  clear(x_tangent);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Rows<T> rows = i == 0 ? a.tangent : a.value;
+    const Rows<T> keys = i == 0 ? b.value : b.tangent;
+    if (rows.data != nullptr && keys.data != nullptr)
+      add_row_products(x_tangent, stage, rows, keys);
+  }
+}
+
 // T is the element type of q, k and v; kKeysFirst is that of ThreadWeights.
 template <class T, bool kKeysFirst>
 struct ScoreTangents {
@@ -68,17 +91,22 @@ struct ScoreTangents {
     return {static_cast<const T*>(view.data), offsets, static_cast<int>(columns)};
   }
 
+  TILEWISE_DEVICE Operand<T> q() const {
+    return {rows_of(p.q, shared().q, p.head_dim),
+            rows_of(t.q, shared_tangents().q_tangent, p.head_dim)};
+  }
+  TILEWISE_DEVICE Operand<T> k() const {
+    return {rows_of(p.k, shared().k, p.head_dim),
+            rows_of(t.k, shared_tangents().k_tangent, p.head_dim)};
+  }
+  TILEWISE_DEVICE Operand<T> v() const {
+    return {rows_of(p.v, shared().v, p.head_dim_v),
+            rows_of(t.v, shared_tangents().v_tangent, p.head_dim_v)};
+  }
+
   // X and X' of the tile; X' is 0 if no product has a tangent.
   TILEWISE_DEVICE void products(Block& x, Block& x_tangent) const {
-    SharedTangents& from = shared_tangents();
-    const Rows<T> q = rows_of(p.q, from.q, p.head_dim);
-    const Rows<T> k = rows_of(p.k, from.k, p.head_dim);
-    row_products(x, from.stage, q, k);
-    clear(x_tangent);
-    if (t.q.data != nullptr)
-      add_row_products(x_tangent, from.stage, rows_of(t.q, from.q_tangent, p.head_dim), k);
-    if (t.k.data != nullptr)
-      add_row_products(x_tangent, from.stage, q, rows_of(t.k, from.k_tangent, p.head_dim));
+    products_with_tangent(x, x_tangent, q(), k());
   }
 
   // Turns X and X' into the weights P and the tangents s', both 0 where a row does not see a key.

@@ -17,8 +17,6 @@ from bounds import FP32_OUT_UNITS, FP32_RELATIVE, GRADIENT_FACTOR, UNIT, largest
 from tangent_cases import (
     BATCH,
     CASES,
-    DIM,
-    DIM_V,
     DTYPES,
     HEADS,
     HEADS_KV,
@@ -143,7 +141,7 @@ def fp32_bound(case: Case, want: oracle.TangentResult, name: str, size: float) -
     if case.bias is not None:
         reduced = tuple(i for i in (0, 1) if case.bias.shape[i + 1] == 1)
         terms["bias"] = math.sqrt(BATCH if len(case.bias) == 1 else 1) * norm(reduced)
-    rounding = 8 * unit if name == "v" else 2 * unit * (math.sqrt(DIM_V) + 4)
+    rounding = 8 * unit if name == "v" else 2 * unit * (math.sqrt(case.dim_v) + 4)
     return FP32_RELATIVE * size + rounding * terms[name]
 
 
@@ -207,7 +205,7 @@ def test_identities(dtype):
     along_u = case.second(u, *case.jvp(u), case.dout_t, case.dlse_t)
     one, other = inner(along_t, u), inner(along_u, t)
     norm = math.sqrt(sum((case.flat(getattr(along_t, f"d{n}")) ** 2).sum() for n in "qkv"))
-    assert abs(one - other) < 16 * UNIT[dtype] * norm * math.sqrt(DIM)
+    assert abs(one - other) < 16 * UNIT[dtype] * norm * math.sqrt(case.dim)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -351,8 +349,8 @@ def test_explain_and_capabilities_name_both_passes():
     assert explained.second.kernel.endswith(".second.f32")
     assert "batch_invariant 1: it is not" in tilewise.explain(q, q, q, batch_invariant=True).jvp
     for kernel in tilewise.capabilities():
-        assert kernel.jvp == (kernel.device == "cpu" or kernel.name == "cuda.simt")
-        assert kernel.second == (kernel.device == "cpu")
+        has_both = kernel.device == "cpu" or kernel.name == "cuda.simt"
+        assert kernel.jvp == kernel.second == has_both
 
 
 @pytest.mark.abi("cpu")

@@ -73,7 +73,6 @@ def test_jit_of_sharded_arrays(name):
 
 
 @two_devices
-@pytest.mark.skipif(ON_GPU, reason="only CPUs compute these derivatives")
 @pytest.mark.parametrize("split", ["batch", "heads"])
 def test_second_derivatives(split):
     """A tangent and a product with the Hessian, in a shard_map and in a jit of sharded arrays. What

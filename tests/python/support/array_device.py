@@ -40,7 +40,7 @@ class DeviceArray:
 
 
 class DeviceLibrary:
-    """The C library, with jvp on the device."""
+    """The C library, with jvp and second on the device."""
 
     def __init__(self, library: Any, device: devices.Device) -> None:
         self.library, self.device = library, device
@@ -51,6 +51,11 @@ class DeviceLibrary:
 
     def tilewise_jvp(self, attention: Any, tangents: Any, _workspace: int, _size: int) -> int:
         return self._run("jvp", attention, tangents)
+
+    def tilewise_second(
+        self, attention: Any, tangents: Any, gradients: Any, _workspace: int, _size: int
+    ) -> int:
+        return self._run("second", attention, tangents, gradients)
 
     def _run(self, name: str, *given: Any) -> int:
         """Plans and launches a pass with copies of its structs and arrays."""

@@ -30,6 +30,10 @@ CASES = {
     "mask, bias": ({"mask": True, "bias": (1, 1, ROWS, KEYS), "window": (140, 20)}, "qkv bias"),
     "ranges": ({"ranges": True, "window": (120, 30)}, "qkv scale"),
     "varlen": ({"lengths": True, "causal": True}, "qv"),
+    # GPU kernels are compiled for 64, 128, 256 and 512 columns.
+    **{f"{dims}, bias, dropout": (
+        {"dims": dims, "bias": (1, HEADS, ROWS, KEYS), "dropout_p": 0.2, "softcap": 4.0},
+        "qkv bias scale") for dims in ((100, 72), (140, 200), (512, 290))},
 }  # fmt: skip
 
 
@@ -40,10 +44,11 @@ class Case:
         given, self.moving = CASES[name]
         given = dict(given)
         self.dtype = dtype
+        self.dim, self.dim_v = given.pop("dims", (DIM, DIM_V))
         self.rng = np.random.default_rng(SEED)
-        self.q = self.draw(BATCH * ROWS, HEADS, DIM)
-        self.k = self.draw(BATCH * KEYS, HEADS_KV, DIM)
-        self.v = self.draw(BATCH * KEYS, HEADS_KV, DIM_V)
+        self.q = self.draw(BATCH * ROWS, HEADS, self.dim)
+        self.k = self.draw(BATCH * KEYS, HEADS_KV, self.dim)
+        self.v = self.draw(BATCH * KEYS, HEADS_KV, self.dim_v)
         lengths = {}
         if given.pop("lengths", False):
             lengths = {
@@ -70,7 +75,7 @@ class Case:
                 ["full", "causal", "inverse_causal"],
             )  # fmt: skip
             shown = given["mask"].to_bool(ROWS, KEYS)
-        self.scale = given.get("scale", DIM**-0.5)
+        self.scale = given.get("scale", self.dim**-0.5)
         self.options = {
             **given, **{n: x for n, x in (("alibi_slopes", slopes), ("sinks", self.sinks))
                         if x is not None},
@@ -89,7 +94,7 @@ class Case:
         )  # fmt: skip
         self.tangents = self.direction()
         rows = (BATCH * ROWS, HEADS)
-        self.dout, self.dout_t = self.draw(*rows, DIM_V), self.draw(*rows, DIM_V)
+        self.dout, self.dout_t = (self.draw(*rows, self.dim_v) for _ in range(2))
         self.dlse, self.dlse_t = self.draw(*rows, dtype="fp32"), self.draw(*rows, dtype="fp32")
 
     def draw(self, *shape: int, dtype: str | None = None) -> np.ndarray:
