@@ -26,16 +26,17 @@ uint32_t field(uint64_t bits, int shift, int count) {
 // The instruction descriptor of kind::f16. PTX ISA 9.7.16.4.2.
 struct Kind {
   int m, n;
-  bool bf16, trans_a, trans_b;
+  bool bf16, negate_a, trans_a, trans_b;
 
   explicit Kind(uint32_t bits)
       : m(static_cast<int>(field(bits, 24, 5)) * 16),
         n(static_cast<int>(field(bits, 17, 6)) * 8),
         bf16(field(bits, 7, 3) == 1),
+        negate_a(field(bits, 13, 1) != 0),
         trans_a(field(bits, 15, 1) != 0),
         trans_b(field(bits, 16, 1) != 0) {
     constexpr uint32_t kFloat = 1;
-    constexpr uint32_t kOtherFields = 7u << 29 | 1u << 23 | 3u << 13 | 1u << 6 | 15u;
+    constexpr uint32_t kOtherFields = 7u << 29 | 1u << 23 | 1u << 14 | 1u << 6 | 15u;
     const uint32_t a = field(bits, 7, 3);
     const uint32_t b = field(bits, 10, 3);
     if (m != kM || n < 16 || n > kMaxN || n % 16 != 0 || field(bits, 4, 2) != kFloat || a > 1 ||
@@ -187,6 +188,11 @@ void TensorCore::execute(const TensorProduct& p) {
     read_operand(state.tensor_memory, column_of(p.a), kind.bf16, a);
   } else {
     read_operand(state.shared, operand(p.a), kind.trans_a, kind.m, kind.bf16, a);
+  }
+  if (kind.negate_a) {
+    for (auto& column : a) {
+      for (float& x : column) x = -x;
+    }
   }
   read_operand(state.shared, operand(p.b), kind.trans_b, kind.n, kind.bf16, b);
   for (int row = 0; row < kM; ++row) {

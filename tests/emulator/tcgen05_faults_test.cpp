@@ -112,7 +112,7 @@ TEST(Tcgen05Faults, InstructionDescriptors) {
   expect_contains(with_kind(tile::tcgen05_kind({128, 264, true, false, false})), message);
   expect_contains(with_kind(kKind & ~(1u << 4)), message);   // fp16 sums
   expect_contains(with_kind(kKind & ~(1u << 10)), message);  // fp16 times bf16
-  expect_contains(with_kind(kKind | 1u << 13), message);     // negated
+  expect_contains(with_kind(kKind | 1u << 14), message);     // b negated
   expect_contains(with_kind(kKind | 1u << 2), message);      // sparse
   expect_contains(fault_of_products([] {
                     if (!issues()) return;

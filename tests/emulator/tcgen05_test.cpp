@@ -19,8 +19,8 @@ constexpr int kProductWarp = 5;
 constexpr int kThreads = 192;  // warps 0 to 3 read the sums
 constexpr int kOperandColumn = 256;
 
-// d [kM, kN] = a b. Transposed operands have m or n contiguous in memory.
-template <class T, int kN, bool kTransA, bool kTransB, bool kATensor>
+// d [kM, kN] = a b, or -a b. Transposed operands have m or n contiguous in memory.
+template <class T, int kN, bool kTransA, bool kTransB, bool kATensor, bool kNegateA>
 struct Gemm {
   template <int kRows, bool kTrans>
   using Tile = tile::SwizzledTile<kTrans ? kStep : kRows, kTrans ? kRows : kStep>;
@@ -29,7 +29,7 @@ struct Gemm {
   static constexpr int kStageBytes = A::kBytes + B::kBytes;
   static constexpr int kSharedBytes = kOperandsAt + kStages * kStageBytes;
   static constexpr uint32_t kKind =
-      tile::tcgen05_kind({kM, kN, std::is_same_v<T, BFloat16>, kTransA, kTransB});
+      tile::tcgen05_kind({kM, kN, std::is_same_v<T, BFloat16>, kTransA, kTransB, kNegateA});
 
   const Matrix<T>& a;
   const TensorMap& map_a;
@@ -129,9 +129,9 @@ struct Gemm {
   }
 };
 
-template <class T, int kN, bool kTransA, bool kTransB, bool kATensor>
+template <class T, int kN, bool kTransA, bool kTransB, bool kATensor, bool kNegateA = false>
 void check_gemm() {
-  using Kernel = Gemm<T, kN, kTransA, kTransB, kATensor>;
+  using Kernel = Gemm<T, kN, kTransA, kTransB, kATensor, kNegateA>;
   const Matrix<T> a(kTransA ? kK : kM, kTransA ? kM : kK, 1);
   const Matrix<T> b(kTransB ? kK : kN, kTransB ? kN : kK, 2);
   const TensorMap map_a = a.map(kTransA ? kStep : kM);
@@ -140,6 +140,9 @@ void check_gemm() {
   check_products(a, kTransA, b, kTransB, [&](std::vector<float>& d) {
     ASSERT_EQ(fault_with_tensor_memory(kThreads, Kernel::kSharedBytes, Kernel{a, map_a, map_b, d}),
               "");
+    if (kNegateA) {
+      for (float& x : d) x = -x;
+    }
   });
   EXPECT_EQ(statistics().tensor_products, kK / 16);
   EXPECT_EQ(statistics().tensor_products_by_issue, 0);
@@ -156,6 +159,10 @@ void check_all_forms() {
 }
 
 TEST(Tcgen05, Columns16) { check_gemm<BFloat16, 16, false, false, false>(); }
+TEST(Tcgen05, NegatedOperand) {
+  check_gemm<BFloat16, 32, false, false, false, true>();
+  check_gemm<Half, 32, false, true, true, true>();
+}
 TEST(Tcgen05, Columns64) { check_all_forms<Half, 64>(); }
 TEST(Tcgen05, Columns96) { check_gemm<BFloat16, 96, false, false, true>(); }
 TEST(Tcgen05, Columns128) { check_all_forms<BFloat16, 128>(); }

@@ -60,6 +60,7 @@ class Problem:
     right: int = -1
     sinks: bool = False
     spread: float = 1.0  # factor of the scores
+    negative: bool = False  # the scale
     seed: int = 0
 
     def __str__(self) -> str:
@@ -67,7 +68,8 @@ class Problem:
         return (
             f"{self.dtype}, batch {self.batch}, {self.rows} rows x {self.keys} keys, {self.heads} "
             f"heads over {self.kv_heads}, head dim {self.head_dim}{window}"
-            f"{', sinks' if self.sinks else ''}, seed {self.seed}"
+            f"{', sinks' if self.sinks else ''}{', negative scale' if self.negative else ''}, "
+            f"seed {self.seed}"
         )
 
 
@@ -91,7 +93,7 @@ class Launch:
         self.sinks = random.standard_normal(p.heads).astype(np.float32) if p.sinks else None
         self.out = arrays.poisoned(self.q)
         self.lse = np.full((p.batch, p.heads, p.rows), np.nan, np.float32)
-        self.scale = float(np.float32(p.head_dim**-0.5))
+        self.scale = float(np.float32(p.head_dim**-0.5)) * (-1 if p.negative else 1)
         self.memory = arrays.memory_of(index)
         self.attention = self._attention(index)
         self.workspace_bytes = -1
@@ -294,7 +296,7 @@ def random_problems(effort: Effort) -> Iterator[Problem]:
             # Heads of a group share tiles of other kernels up to 256 rows.
             between(257 if group > 1 else 65, 600), between(1, 900), group * kv_heads, kv_heads,
             8 * between(1, 16), left, right, bool(between(0, 1)), float(random.choice((1, 4, 30))),
-            seed,
+            seed % 4 == 3, seed,
         )  # fmt: skip
 
 

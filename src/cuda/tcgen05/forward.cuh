@@ -77,7 +77,7 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
     ForwardCorrection<C>(p, shared, row).run();
   } else {
     ptx::setmaxnreg_dec<C::kForward.other_registers>();
-    if (warp == kProductWarp && has_keys && ptx::elect_one()) ForwardProducts<C>(shared).run();
+    if (warp == kProductWarp && has_keys && ptx::elect_one()) ForwardProducts<C>(p, shared).run();
     if (warp == kLoadWarp && has_keys) ForwardLoad<C>(p, shared).run();
   }
   common::trigger_dependents(p, PdlTrigger::before_epilogue);

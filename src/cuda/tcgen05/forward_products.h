@@ -11,7 +11,9 @@ class ForwardProducts {
   using Shared = ForwardShared<C>;
   using Tile = typename Shared::Tile;
 
-  TILEWISE_DEVICE explicit ForwardProducts(const Shared& shared) : shared_(shared) {}
+  // With a negative scale the scores are -q k^T, so that the largest one has the largest weight.
+  TILEWISE_DEVICE ForwardProducts(const ForwardParams& p, const Shared& shared)
+      : shared_(shared), scores_kind_(scores_kind(score_of(p.problem).scale < 0.0f)) {}
 
   // For each key tile: O0 S0' O1 S1', where ' marks the next one. The weights of a tile lie over
   // its scores, so S' must follow O in the queue. The ISA does not promise this order for products
@@ -48,6 +50,16 @@ class ForwardProducts {
   }
 
  private:
+  TILEWISE_DEVICE static uint32_t scores_kind(bool negate) {
+    constexpr tile::ProductShape kShape = {Shared::kRows, C::kForward.keys, C::kBf16, false, false,
+                                           false};
+    constexpr tile::ProductShape kNegated = {
+        Shared::kRows, C::kForward.keys, C::kBf16, false, false, true};
+    constexpr uint32_t kScores = tile::tcgen05_kind(kShape);
+    constexpr uint32_t kNegativeScores = tile::tcgen05_kind(kNegated);
+    return negate ? kNegativeScores : kScores;
+  }
+
   TILEWISE_DEVICE void release_stage() {
     shared_.kv_empty(state_.stage()).arrive_after_products();
     state_.next();
@@ -55,15 +67,14 @@ class ForwardProducts {
 
   // s = q k^T. Without opaque_u64, ptxas computes the descriptors of all steps ahead and spills.
   TILEWISE_DEVICE void issue_scores(int t) const {
-    constexpr uint32_t kKind =
-        tile::tcgen05_kind({Shared::kRows, C::kForward.keys, C::kBf16, false, false});
     const uint64_t q = ptx::opaque_u64(tile::tcgen05_operand(shared_.q(t).by_columns()));
     const uint64_t k =
         ptx::opaque_u64(tile::tcgen05_operand(shared_.kv(state_.stage()).by_columns()));
     const ptx::TensorAddress s = shared_.scores(t);
 #pragma unroll
     for (int i = 0; i < C::kHeadDim / 16; ++i)
-      ptx::tcgen05_mma_f16(s, q + Tile::column_step(i), k + Tile::column_step(i), kKind, i > 0);
+      ptx::tcgen05_mma_f16(s, q + Tile::column_step(i), k + Tile::column_step(i), scores_kind_,
+                           i > 0);
     shared_.scores_full(t).arrive_after_products();
   }
 
@@ -81,6 +92,7 @@ class ForwardProducts {
   }
 
   const Shared& shared_;
+  uint32_t scores_kind_;
   typename Shared::Pipeline state_;
 };
 

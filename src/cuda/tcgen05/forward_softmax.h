@@ -2,11 +2,34 @@
 #pragma once
 
 #include "cuda/common/forward_results.h"
+#include "cuda/ptx/float_pair.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/tcgen05/forward_shared.h"
 #include "cuda/tile/fragment.h"
 
 namespace tilewise::cuda::tcgen05 {
+
+// 2^x for x below 2^7, without the special function unit, which has a quarter of the throughput of
+// the multiplications: x = n + f with |f| <= 1/2, and 2^f is a polynomial (our fit; relative error
+// 1.0e-4, where a weight is rounded to 2.4e-4 in fp16). 0 for x <= -127; NaN becomes a number that
+// fp16 and bf16 round to infinity, which marks the row.
+TILEWISE_DEVICE void exp2_by_polynomial(ptx::FloatPair& x) {
+  constexpr float kMagic = 0x1.8p23f;  // adding it leaves n in the low bits
+  constexpr ptx::FloatPair kMagics = {kMagic, kMagic};
+  constexpr ptx::FloatPair kOnes = {1.0f, 1.0f};
+  constexpr ptx::FloatPair kFirst = {0.6932829022f, 0.6932829022f};
+  constexpr ptx::FloatPair kSecond = {0.2422109693f, 0.2422109693f};
+  constexpr ptx::FloatPair kThird = {0.0550089292f, 0.0550089292f};
+  for (float& each : x) each = ptx::fmax_nan(each, -127.0f);
+  ptx::FloatPair n, f, y;
+  ptx::add_f32x2(n, x, kMagics);
+  ptx::sub_f32x2(f, n, kMagics);
+  ptx::sub_f32x2(f, x, f);
+  ptx::fma_f32x2(y, f, kThird, kSecond);
+  ptx::fma_f32x2(y, y, f, kFirst);
+  ptx::fma_f32x2(y, y, f, kOnes);
+  for (int i = 0; i < 2; ++i) x[i] = ptx::float_of((ptx::bits_of(n[i]) << 23) + ptx::bits_of(y[i]));
+}
 
 template <class C>
 class ForwardSoftmax {
@@ -16,10 +39,10 @@ class ForwardSoftmax {
 
   // `t`: the tile; `row`: that of the thread in it.
   TILEWISE_DEVICE ForwardSoftmax(const ForwardParams& p, const Shared& shared, int t, int row)
-      : shared_(shared),
+      : shared_{ptx::opaque(shared.base)},
         t_(t),
         row_(row),
-        negative_(score_of(p.problem).scale < 0.0f),
+        scores_(shared.scores(t) + Shared::lanes_of(row)),
         scale_(positive_scale(score_of(p.problem).scale) * kLog2e) {
     const KeyTiles& tiles = shared.work_tile().tiles;
     const int32_t work_row = t * Shared::kRows + row;
@@ -44,6 +67,8 @@ class ForwardSoftmax {
 
  private:
   static constexpr int kPart = 32;  // scores that are loaded together
+  // One pair of eight in tiles without a mask: 16 of 128 weights, as in FlashAttention-4.
+  static constexpr int kPolynomialPairs = 1;
   static constexpr int kParts = kKeys / kPart;
   using Scores = float[kParts][kPart];
 
@@ -56,27 +81,22 @@ class ForwardSoftmax {
     load(s);
     if (kMasked) mask(s, tile * kKeys);
     raise_maximum(s, first);
-    weigh(s);
+    weigh<kMasked ? 0 : kPolynomialPairs>(s);
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before();
     shared_.weights_full(t_).arrive_as_warp();
-  }
-
-  TILEWISE_DEVICE ptx::TensorAddress scores() const {
-    return shared_.scores(t_) + Shared::lanes_of(row_);
   }
 
   TILEWISE_DEVICE void load(Scores& s) const {
     uint32_t bits[kParts][kPart];
 #pragma unroll
     for (int c = 0; c < kParts; ++c)
-      ptx::tcgen05_ld(bits[c], scores() + static_cast<uint32_t>(kPart * c));
+      ptx::tcgen05_ld(bits[c], scores_ + static_cast<uint32_t>(kPart * c));
     ptx::tcgen05_wait_ld(bits[0], bits[1], bits[2], bits[3]);
-    const uint32_t sign = negative_ ? 0x80000000u : 0u;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
 #pragma unroll
-      for (int j = 0; j < kPart; ++j) s[c][j] = ptx::float_of(bits[c][j] ^ sign);
+      for (int j = 0; j < kPart; ++j) s[c][j] = ptx::float_of(bits[c][j]);
     }
   }
 
@@ -118,31 +138,39 @@ class ForwardSoftmax {
     shared_.factors_full(t_).arrive_as_warp();
   }
 
-  // Scores become weights, which overwrite the first half of the columns.
+  // Scores become weights, which overwrite the first half of the columns. `kPolynomials` of each
+  // eight pairs are computed by multiplications.
+  template <int kPolynomials>
   TILEWISE_DEVICE void weigh(const Scores& s) {
     const float shift = max_ == kMinusInfinity ? 0.0f : -max_ * scale_;
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const ptx::FloatPair scales = {scale_, scale_};
+    const ptx::FloatPair shifts = {shift, shift};
+    ptx::FloatPair sums[2] = {};
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       uint32_t words[kPart / 2];
 #pragma unroll
       for (int j = 0; j < kPart; j += 2) {
-        const float low = ptx::ex2(ptx::fma(s[c][j], scale_, shift));
-        const float high = ptx::ex2(ptx::fma(s[c][j + 1], scale_, shift));
-        words[j / 2] = tile::pack<typename C::Element>(low, high);
-        sums[j % 4] += low;
-        sums[j % 4 + 1] += high;
+        ptx::FloatPair x = {s[c][j], s[c][j + 1]};
+        ptx::fma_f32x2(x, x, scales, shifts);
+        if (j / 2 % 8 < kPolynomials) {
+          exp2_by_polynomial(x);
+        } else {
+          for (float& y : x) y = ptx::ex2(y);
+        }
+        words[j / 2] = tile::pack<typename C::Element>(x[0], x[1]);
+        ptx::add_f32x2(sums[j / 2 % 2], sums[j / 2 % 2], x);
       }
-      ptx::tcgen05_st(scores() + static_cast<uint32_t>(kPart / 2 * c), words);
+      ptx::tcgen05_st(scores_ + static_cast<uint32_t>(kPart / 2 * c), words);
     }
-    sum_ += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    sum_ += (sums[0][0] + sums[0][1]) + (sums[1][0] + sums[1][1]);
   }
 
-  const Shared& shared_;
+  Shared shared_;  // by an opaque address, which ptxas would compute anew at each use
   int t_;
   int row_;
-  bool negative_;
-  float scale_;  // from scores to powers of two
+  ptx::TensorAddress scores_;  // those of the lanes of the warp; read once from shared memory
+  float scale_;                // from scores to powers of two
   int32_t begin_;
   int32_t end_;  // the row sees the keys from begin_ to end_ - 1
   int phase_ = 0;

@@ -18,15 +18,16 @@ struct ProductShape {
   bool bf16;     // both operands, else fp16
   bool trans_a;  // the operand is stored with m contiguous instead of k
   bool trans_b;  // with n contiguous
+  bool negate_a = false;
 };
 
 // The instruction descriptor of kind::f16 with fp32 sums.
 TILEWISE_FN constexpr uint32_t tcgen05_kind(const ProductShape& shape) {
   constexpr uint32_t kFloatSums = 1u << 4;
   const uint32_t type = shape.bf16 ? 1 : 0;
-  return kFloatSums | type << 7 | type << 10 | (shape.trans_a ? 1u : 0u) << 15 |
-         (shape.trans_b ? 1u : 0u) << 16 | static_cast<uint32_t>(shape.n / 8) << 17 |
-         static_cast<uint32_t>(shape.m / 16) << 24;
+  return kFloatSums | type << 7 | type << 10 | (shape.negate_a ? 1u : 0u) << 13 |
+         (shape.trans_a ? 1u : 0u) << 15 | (shape.trans_b ? 1u : 0u) << 16 |
+         static_cast<uint32_t>(shape.n / 8) << 17 | static_cast<uint32_t>(shape.m / 16) << 24;
 }
 
 }  // namespace tilewise::cuda::tile
