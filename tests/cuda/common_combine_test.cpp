@@ -87,7 +87,7 @@ TYPED_TEST(CommonCombine, IsTheSoftmaxOfAllSplits) {
         seed, seed % 4 == 3 ? cuda_test::Limits{3, 10, 140, 3} : cuda_test::Limits{30, 10, 140, 3});
     const tilewise::Problem& p = call.p;
     const int32_t splits = call.random.template pick<int32_t>({2, 3, 7, 32, 33, 80, 128, 200});
-    const int64_t all = tilewise::cuda::total_rows(p) * p.heads_q;  // rows of a split
+    const int64_t all = tilewise::total_rows(p) * p.heads_q;  // rows of a split
     const bool empty_rows = call.random.coin();
     Partials partials(call.random, splits * all, p.head_dim_v,
                       [&](int64_t i) { return empty_rows && i % all % 3 == 0; });
