@@ -28,6 +28,7 @@ MARKS = {"abi": ("cpu", "cuda", "emulator"), "tensors": ("cpu", "cuda")}
 def pytest_configure(config: pytest.Config) -> None:
     for mark, names in MARKS.items():
         config.addinivalue_line("markers", f"{mark}(*devices): run on {', '.join(names)}")
+    config.addinivalue_line("markers", "jax: run on the device that JAX chooses")
 
 
 def _mark(node: pytest.Item | pytest.FixtureRequest) -> pytest.Mark | None:
@@ -61,12 +62,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """When the CPU is not selected, leave out tests that run on the CPU only."""
-    if "cpu" in _selected():
+    selected = _selected()
+    if "cpu" in selected:
         return
-    chosen = [item for item in items if _mark(item) is not None]
-    left_out = [item for item in items if _mark(item) is None]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = chosen
+    by_device: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        runs_here = "cuda" in selected and item.get_closest_marker("jax") is not None
+        by_device[runs_here or _mark(item) is not None].append(item)
+    config.hook.pytest_deselected(items=by_device[False])
+    items[:] = by_device[True]
 
 
 @pytest.fixture(autouse=True)

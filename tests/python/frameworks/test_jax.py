@@ -23,6 +23,8 @@ from bounds import check_gradients, check_lse, check_out
 from cases import Built, Case
 from jax_arrays import ON_GPU, close, random, same
 
+pytestmark = pytest.mark.jax
+
 FLOATS = {torch.float32: jnp.float32, torch.float16: jnp.float16, torch.bfloat16: jnp.bfloat16}
 
 CASES = {
@@ -181,7 +183,6 @@ def largest_logits(q, k, **options):
     return tj.attention(q, k, k, return_max_logits=True, **options)
 
 
-@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
 @pytest.mark.parametrize("packed", [False, True])
 def test_max_logits_have_the_bits_of_numpy_arrays(packed):
     q, k, starts = *random((2, 9, 4, 16), (2, 9, 2, 16)), jnp.array([0, 4, 11, 18], jnp.int32)
@@ -197,7 +198,6 @@ def test_max_logits_have_the_bits_of_numpy_arrays(packed):
     assert same(got, theirs(*map(np.asarray, (q, k, k)), **host))
 
 
-@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
 def test_max_logits_under_transformations():
     """They are mapped like the other results, and have neither a tangent nor a gradient."""
     q, k = random((3, 2, 9, 4, 16), (2, 11, 2, 16))

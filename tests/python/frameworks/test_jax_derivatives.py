@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 import tilewise
 import tilewise.jax as tj
-from jax_arrays import ON_GPU, close, random, same
+from jax_arrays import close, random, same
 from tilewise import _abi, _describe
+
+pytestmark = pytest.mark.jax
 
 EVERY = tuple(range(6))
 
@@ -213,8 +215,6 @@ TOLERANCE = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
 def test_adjoint_and_symmetric(name, dtype):
     """<J t, b> = <t, B b> for the tangents J and the gradients B; <H y, z> = <H z, y>, with H y
     forward over reverse and H z reverse over reverse."""
-    if name == "mask" and ON_GPU:
-        pytest.skip("no GPU kernel of these passes reads a mask")
     f = EVERY_OPTION[name]
     x, y = problem(dtype)
     if name == "packed":

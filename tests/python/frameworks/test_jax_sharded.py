@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import tilewise.jax as tj
-from jax_arrays import ON_GPU, close, random, same
+from jax_arrays import close, random, same
+
+pytestmark = pytest.mark.jax
 
 two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 
@@ -106,7 +108,6 @@ def test_second_derivatives(split):
 
 
 @two_devices
-@pytest.mark.skipif(ON_GPU, reason="only CPUs compute max_logits")
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
 def test_max_logits(spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -36,7 +36,8 @@ class DeviceArray:
         return self.copy.data_ptr() + address - self.begin
 
     def copy_back(self) -> None:
-        ctypes.memmove(self.begin, self.copy.cpu().data_ptr(), self.size)
+        content = self.copy.cpu()
+        ctypes.memmove(self.begin, content.data_ptr(), self.size)
 
 
 class DeviceLibrary:
