@@ -31,7 +31,7 @@ FORCED_TESTS = tuple(
     f"tests/python/{folder}/test_{name}.py"
     for folder, names in (
         ("attention", ("determinism", "gradients", "layouts", "nonfinite", "properties")),
-        ("cache", ("decode", "decode_splits", "float8_cache")),
+        ("cache", ("decode", "decode_splits", "float8_cache", "float8_queries")),
     )
     for name in names
 )
