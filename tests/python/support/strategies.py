@@ -202,16 +202,14 @@ def masked(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
 
 
 @st.composite
-def logits_wanted(draw: st.DrawFn, dtype: str, *, small: bool = False, masks: bool = True) -> Case:
+def logits_wanted(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     """Any problem, shard or masked problem whose largest logits are wanted."""
-    kinds = (cases, shards, masked) if masks else (cases, shards)
-    case = draw(st.one_of(*(kind(dtype, small=small) for kind in kinds)))
+    case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))
     return replace(case, max_logits=True)
 
 
 @st.composite
-def wide_out(draw: st.DrawFn, dtype: str, *, small: bool = False, masks: bool = True) -> Case:
+def wide_out(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     """Any problem, shard or masked problem whose out is float32."""
-    kinds = (cases, shards, masked) if masks else (cases, shards)
-    case = draw(st.one_of(*(kind(dtype, small=small) for kind in kinds)))
+    case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))
     return replace(case, float32_out=True)
