@@ -38,6 +38,11 @@ bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {
   return kernel_set.has_second();
 }
 
+// Whether the request has an option of the general form.
+bool needs_general(const Request& request) {
+  return is_general(request.problem) || request.dtypes.out != request.dtypes.q;
+}
+
 // Whether a kernel set has the kernels of a pass, and these fit the GPU's shared memory.
 bool serves(const KernelSet& kernel_set, Pass pass, const Gpu& gpu) {
   switch (pass) {
@@ -85,8 +90,8 @@ const KernelSet* find_recompute_kernels(const Request& request, const Target& ta
 }
 
 bool fits_plain(const Request& request) {
-  const Problem& p = request.problem;
-  return !is_general(p) && p.block_table == nullptr && rows_are_aligned(request);
+  return !needs_general(request) && request.problem.block_table == nullptr &&
+         rows_are_aligned(request);
 }
 
 Form forward_form(const Problem& p, const KernelSet& kernel_set) {
@@ -95,7 +100,7 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
       return keys_are_mappable(p) ? Form::tma : Form::general;
     return kernel_set.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
   }
-  const bool paged = !is_general(p) && p.block_table != nullptr && rows_are_aligned(p);
+  const bool paged = !needs_general(p) && p.block_table != nullptr && rows_are_aligned(p);
   if (!paged) return Form::general;
   if (kernel_set.tma_paged.tma_forward.function != nullptr &&
       pages_fit_boxes(p, kernel_set.forward_tile.keys))

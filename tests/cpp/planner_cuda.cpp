@@ -147,7 +147,7 @@ TEST(PlannerCuda, WhyHasTheReasonAgainstWgmma) {
   EXPECT_EQ(forward(options, gpu_with(90)).form, Form::general);
 }
 
-// Where the tensor cores have no kernel, `why` has the reasons of their families.
+// Out in float32 is an option of the general forms. Kernels with tensor cores find no max_logits.
 TEST(PlannerCuda, OtherOutputsAreServed) {
   const Device device = gpu_with(90);
   const auto expect = [&](const Request& request, const char* family, const char* reason) {
@@ -160,8 +160,13 @@ TEST(PlannerCuda, OtherOutputsAreServed) {
   Problem wide = problem(TILEWISE_BFLOAT16);
   wide.out_dtype = TILEWISE_OUT_FLOAT32;
   const Gradients g = gradients(wide);
-  expect(wide, "cuda.simt", "it has no out in float32 beside q of 16 bits");
-  expect(Request(wide, g), "cuda.simt", "it has no out in float32 beside q of 16 bits");
+  expect(wide, "cuda.wgmma", "general form");
+  expect(Request(wide, g), "cuda.wgmma", "general form");
+  EXPECT_EQ(forward(wide, gpu_with(80)).form, Form::general);
+  Problem decode = problem(TILEWISE_BFLOAT16, 16, 1, 2048);
+  EXPECT_EQ(forward(decode, device).form, Form::tma);
+  decode.out_dtype = TILEWISE_OUT_FLOAT32;
+  EXPECT_EQ(forward(decode, device).form, Form::general);
   float logits[1];
   Problem with_logits = problem(TILEWISE_BFLOAT16);
   with_logits.max_logits = logits;

@@ -204,8 +204,28 @@ TILEWISE_DEVICE int64_t partial_index(const ForwardParams& p, const QueryTile& q
          q_tile.head(r);
 }
 
-// Stores the partial results of one split in fp32. A lane holds pairs of columns; kEven: rows have
-// an even number of columns, and a pair is stored by one instruction.
+// Stores row (i, h) of the lane in fp32. A lane holds pairs of columns; kEven: rows have an even
+// number of columns, and a pair is stored by one instruction.
+template <bool kEven, class Columns, int kRows, int kColumns>
+TILEWISE_DEVICE void store_row_in_fp32(float* out, int columns, const LanePosition& position,
+                                       const tile::Sums<kRows, kColumns>& o,
+                                       const RowResults<kRows>& result, int i, int h) {
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int column = Columns::of_tile(n) + Columns::of_lane(position.column);
+    const float low = o.x[i][n][2 * h] * result.factor[i][h];
+    const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
+    if constexpr (kEven) {
+      const uint32_t pair[2] = {ptx::bits_of(low), ptx::bits_of(high)};
+      if (column < columns) ptx::st_global_v2_b32(out + column, pair);
+    } else {
+      if (column < columns) out[column] = low;
+      if (column + 1 < columns) out[column + 1] = high;
+    }
+  }
+}
+
+// Stores the partial results of one split.
 template <bool kEven = false, class Columns = tile::TwoColumns, int kRows, int kColumns>
 TILEWISE_DEVICE void store_partial(const ForwardParams& p, const QueryTile& q_tile,
                                    const LanePosition& position,
@@ -220,20 +240,26 @@ TILEWISE_DEVICE void store_partial(const ForwardParams& p, const QueryTile& q_ti
       if (r >= q_tile.rows.count) continue;
       const int64_t index = partial_index(p, q_tile, r);
       if (position.column == 0) p.partial_lse[index] = result.lse[i][h];
-      float* out = p.partial_out + index * columns;
+      store_row_in_fp32<kEven, Columns>(p.partial_out + index * columns, columns, position, o,
+                                        result, i, h);
+    }
+  }
+}
+
+// Stores rows of out where the caller wants them in fp32 (`widens_out`).
+template <bool kEven = false, class Columns = tile::TwoColumns, int kRows, int kColumns>
+TILEWISE_DEVICE void store_wide_outputs(const Problem& p, const QueryTile& q_tile,
+                                        const LanePosition& position,
+                                        const tile::Sums<kRows, kColumns>& o,
+                                        const RowResults<kRows>& result) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const int column = Columns::of_tile(n) + Columns::of_lane(position.column);
-        const float low = o.x[i][n][2 * h] * result.factor[i][h];
-        const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
-        if constexpr (kEven) {
-          const uint32_t pair[2] = {ptx::bits_of(low), ptx::bits_of(high)};
-          if (column < columns) ptx::st_global_v2_b32(out + column, pair);
-        } else {
-          if (column < columns) out[column] = low;
-          if (column + 1 < columns) out[column + 1] = high;
-        }
-      }
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t r = position.row(i, h);
+      if (r >= q_tile.rows.count) continue;
+      store_row_in_fp32<kEven, Columns>(static_cast<float*>(p.out.data) + q_tile.offset(p.out, r),
+                                        static_cast<int>(p.head_dim_v), position, o, result, i, h);
     }
   }
 }

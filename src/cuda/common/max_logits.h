@@ -2,7 +2,7 @@
 // kernel sets them to -inf, and the CTAs of the main kernel raise them.
 #pragma once
 
-#include "attention/online_softmax.h"
+#include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 
 namespace tilewise::cuda {
@@ -13,8 +13,10 @@ TILEWISE_DEVICE float larger_logit(float a, float b) { return b > a || b != b ? 
 // Raises an entry of max_logits to `value`. The order of the calls does not change the result:
 // every zero is +0 and every NaN the same one. As integers, fp32 numbers from +0 to +inf and this
 // NaN are ordered as they are, and negative ones in reverse above all of these if unsigned.
+// Most values are not larger than the entry; then it is only read.
 TILEWISE_DEVICE void raise_max_logit(float* to, float value) {
-  if (value == kMinusInfinity) return;
+  const float now = ptx::float_of(ptx::ld_global_b32(to));
+  if (now != now || value <= now) return;
   const uint32_t bits = value == value ? ptx::bits_of(value + 0.0f) : 0x7fc00000u;
   if (bits < 0x80000000u)
     ptx::red_max_s32(to, static_cast<int32_t>(bits));

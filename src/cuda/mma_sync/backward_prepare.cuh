@@ -8,6 +8,7 @@
 
 #include "attention/online_softmax.h"
 #include "cuda/common/far_rows.h"
+#include "cuda/common/out.h"
 #include "cuda/mma_sync/backward_plan.h"
 #include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/block.h"
@@ -87,6 +88,17 @@ TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
         static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
 }
 
+// `sum` plus the products of an out in fp32 from `column` on and the 16 bytes `r` of dout.
+template <class Element>
+TILEWISE_DEVICE float add_wide_products(float sum, const float* out, int column, int columns,
+                                        const uint32_t (&r)[4]) {
+#pragma unroll
+  for (int e = 0; e < 16 / Element::kBytes; ++e) {
+    if (column + e < columns) sum = ptx::fma(out[column + e], element_of<Element>(r, e), sum);
+  }
+  return sum;
+}
+
 // How lanes divide rows.
 template <class C>
 struct RowLanes {
@@ -131,6 +143,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const int columns = static_cast<int>(problem.head_dim_v);
   const bool aligned = rows_are_aligned<typename C::Element>(problem.out, columns) &&
                        rows_are_aligned<typename C::Element>(p.gradients.dout, columns);
+  const bool wide = C::kGeneral && widens_out<Storage>(problem);
   const int lane = thread % Lanes::kLanes;
   const int first = block.row0 + thread / Lanes::kLanes;
   const Storage* out = static_cast<const Storage*>(problem.out.data) +
@@ -160,7 +173,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
         const int column = (i * Lanes::kLanes + lane) * Lanes::kPerChunk;
-        load_chunk<C>(x[r][i], out, column, in_use ? columns : 0, aligned);
+        load_chunk<C>(x[r][i], out, column, in_use && !wide ? columns : 0, aligned);
         load_chunk<C>(y[r][i], d_out, column, in_use ? columns : 0, aligned);
       }
       out += Lanes::kRowsPerPass * problem.out.stride_row;
@@ -170,8 +183,18 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
     for (int r = 0; r < Lanes::kInFlight; ++r) {
       float product = 0.0f;
+      const int row_of_out = first + (pass + r) * Lanes::kRowsPerPass;
+      const float* const wide_out = static_cast<const float*>(problem.out.data) +
+                                    block.head * problem.out.stride_head +
+                                    s.row_offset(problem.out, row_of_out);
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
+        if (wide) {
+          product = add_wide_products<typename C::Element>(
+              product, wide_out, (i * Lanes::kLanes + lane) * Lanes::kPerChunk,
+              row_of_out < rows ? columns : 0, y[r][i]);
+          continue;
+        }
 #pragma unroll
         for (int e = 0; e < Lanes::kPerChunk; ++e)
           product = ptx::fma(element_of<typename C::Element>(x[r][i], e),

@@ -20,7 +20,6 @@ int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (const WhyNot why = why_no_mask(request)) return why;
   if (const WhyNot why = why_no_max_logits(request)) return why;
-  if (const WhyNot why = why_no_other_out(request)) return why;
   const int32_t kv = request.dtypes.kv;
   if (table(gpu) == arch::Sm75::kTable && kv != TILEWISE_FLOAT16 && kv != TILEWISE_FLOAT8_E4M3)
     return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(kv)};

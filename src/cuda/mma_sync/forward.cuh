@@ -29,6 +29,7 @@
 #include <type_traits>
 
 #include "cuda/common/longest_first.h"
+#include "cuda/common/out.h"
 #include "cuda/common/report.h"
 #include "cuda/common/trigger_dependents.h"
 #include "cuda/mma_sync/config.h"
@@ -483,10 +484,14 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     store_partial<!C::kGeneral, typename C::Columns>(p, saved, position, o, result);
     return;
   }
-  ptx::sync_warp();
-  stage_outputs<C>(problem, saved.rows.count, q, position, o, result);
-  ptx::sync_warp();
-  store_outputs<C>(problem, saved, q);
+  if (C::kGeneral && widens_out<typename C::Storage>(problem)) [[unlikely]] {
+    store_wide_outputs<false, typename C::Columns>(problem, saved, position, o, result);
+  } else {
+    ptx::sync_warp();
+    stage_outputs<C>(problem, saved.rows.count, q, position, o, result);
+    ptx::sync_warp();
+    store_outputs<C>(problem, saved, q);
+  }
   store_lse(problem, saved, position, result);
   if constexpr (kExactRows) recompute_rows<C>(problem, saved, position, result);
 }

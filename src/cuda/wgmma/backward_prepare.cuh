@@ -4,6 +4,7 @@
 
 #include "cuda/common/exponent_scale.h"
 #include "cuda/common/far_rows.h"
+#include "cuda/common/out.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
@@ -61,6 +62,17 @@ TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint
   return sum;
 }
 
+// The same of eight elements of an out in fp32 and of dout.
+template <class Element>
+TILEWISE_DEVICE float add_wide_products(float sum, const float* a, const uint32_t (&b)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = ptx::fma(a[2 * i], element_of<Element>(b[i]), sum);
+    sum = ptx::fma(a[2 * i + 1], element_of<Element>(b[i] >> 16), sum);
+  }
+  return sum;
+}
+
 // The value at which S starts, or which is added to it (BackwardSums), for a row with this lse.
 template <class C>
 TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
@@ -109,6 +121,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
   const int first = block.split * Lanes::kRows + thread / Lanes::kLanes;  // row of the tile
   const int end = (block.split + 1) * Lanes::kRows;
   const auto columns = static_cast<int>(problem.head_dim_v);
+  const bool wide = C::kGeneral && widens_out<Storage>(problem);
   const bool exists = block.batch >= 0;
   Sequence s{};
   int32_t rows = 0;  // valid rows of the tile before `end`
@@ -149,7 +162,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[pass][i][e] = y[pass][i][e] = 0;
       if (row < rows && column < columns) {
-        ptx::ld_global_v4_b32(x[pass][i], out + column);
+        if (!wide) ptx::ld_global_v4_b32(x[pass][i], out + column);
         ptx::ld_global_v4_b32(y[pass][i], dout + column);
       }
     }
@@ -166,13 +179,25 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 
 #pragma unroll
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
+    const int row = first + pass * Lanes::kRowsPerPass;
     float delta = 0.0f;
+    if (!wide) {
 #pragma unroll
-    for (int i = 0; i < Lanes::kColumns; ++i)
-      delta = add_products<typename C::Element>(delta, x[pass][i], y[pass][i]);
+      for (int i = 0; i < Lanes::kColumns; ++i)
+        delta = add_products<typename C::Element>(delta, x[pass][i], y[pass][i]);
+    } else if (row < rows) {
+      const float* const out = static_cast<const float*>(problem.out.data) +
+                               block.head * problem.out.stride_head +
+                               s.row_offset(problem.out, block.row0 + row);
+#pragma unroll
+      for (int i = 0; i < Lanes::kColumns; ++i) {
+        const int column = (i * Lanes::kLanes + lane) * 8;
+        if (column < columns)
+          delta = add_wide_products<typename C::Element>(delta, out + column, y[pass][i]);
+      }
+    }
 #pragma unroll
     for (int mask = Lanes::kLanes / 2; mask != 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
-    const int row = first + pass * Lanes::kRowsPerPass;
     if (lane != 0 || row >= end) continue;
     const int64_t at = int64_t{block.tile} * Sums::kQueries + Sums::statistic_position(row);
     p.row_lse[at] = row_lse<C>(lse[pass], scale_log2);

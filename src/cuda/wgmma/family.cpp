@@ -25,7 +25,6 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   const bool forward = request.is(Pass::forward);
   if (const WhyNot why = why_no_mask(request)) return why;
   if (const WhyNot why = why_no_max_logits(request)) return why;
-  if (const WhyNot why = why_no_other_out(request)) return why;
   if (forward && has_few_rows(p))
     return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
   if (gpu.table != 0) return {.text = "a tile table is forced"};  // of another family

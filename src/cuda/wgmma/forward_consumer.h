@@ -459,6 +459,8 @@ class ForwardConsumer {
         store_partial(p_, work_tile, at, o_, epilogue.rows);
       else
         store_partial_tile<C>(p_, work_tile, at, o_, epilogue.rows);
+    } else if (C::kGeneral && widens_out<typename Element::Storage>(p_.problem)) {
+      store_wide_outputs<true>(p_.problem, work_tile, at, o_, epilogue.rows);
     } else {
       store_outputs<C>(p_.problem, work_tile, at, o_, epilogue.rows, epilogue.out);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/forward_results.h"
+#include "cuda/common/out.h"
 #include "cuda/ptx/global.h"
 #include "cuda/wgmma/forward_tile.h"
 

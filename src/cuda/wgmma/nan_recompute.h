@@ -89,7 +89,12 @@ class NanRecompute {
   TILEWISE_DEVICE Storage* out(int32_t r) const {
     return static_cast<Storage*>(p_.out.data) + offset(p_.out, r);
   }
-  TILEWISE_DEVICE float* partial_out(int32_t r) const {
+  // The same of rows in fp32: partial results, or out if the caller wants that in fp32.
+  TILEWISE_DEVICE bool is_fp32() const {
+    return is_partial() || (C::kGeneral && widens_out<Storage>(p_));
+  }
+  TILEWISE_DEVICE float* fp32_out(int32_t r) const {
+    if (!is_partial()) return static_cast<float*>(p_.out.data) + offset(p_.out, r);
     return params_.partial_out + partial_index(params_, work_tile_, r) * p_.head_dim_v;
   }
 
@@ -119,7 +124,7 @@ class NanRecompute {
     float zero = 0.0f;
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < p_.head_dim_v; column += kLanes)
-      zero += 0.0f * (is_partial() ? partial_out(r)[column] : to_float(out(r)[column]));
+      zero += 0.0f * (is_fp32() ? fp32_out(r)[column] : to_float(out(r)[column]));
     return ptx::any(zero != 0.0f);  // NaN
   }
 
@@ -280,8 +285,8 @@ class NanRecompute {
       if (column >= p_.head_dim_v) break;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (is_partial())
-          partial_out(r)[column + e] = row.o[j][e] * factor;
+        if (is_fp32())
+          fp32_out(r)[column + e] = row.o[j][e] * factor;
         else
           out(r)[column + e] = from_float<Storage>(row.o[j][e] * factor);
       }
