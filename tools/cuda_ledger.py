@@ -137,7 +137,9 @@ def key_of(mangled: str, sm: int) -> Key:
     dims = [int(d) for d in re.findall(r"Li(\d+)E", arguments)] + [0, 0]
     form = re.search(r"FormE(\d)E", arguments)
     variant = re.search(r"(Phase|TileSize)E1E", arguments)
-    name = ("plain", "general", "paged", "tma", "tma-paged")[int(form[1])] if form else "-"
+    name = (
+        ("plain", "general", "masked", "paged", "tma", "tma-paged")[int(form[1])] if form else "-"
+    )
     if row := re.search(r"\d(Split|Chunk)RowE", arguments):  # whose partial results are combined
         name = row[1].lower() + "s"
     return Key(

@@ -47,7 +47,8 @@ struct KernelSet {
   Tile forward_tile;
   Tile backward_tile;
   FormKernels plain;
-  FormKernels general;               // may be the same as `plain`
+  FormKernels general;  // may be the same as `plain`
+  FormKernels masked = {};
   FormKernels paged = {};            // forward only
   FormKernels tma = {};              // decode forward only
   FormKernels tma_paged = {};        // likewise
@@ -62,6 +63,8 @@ struct KernelSet {
         return plain;
       case Form::general:
         return general;
+      case Form::masked:
+        return masked;
       case Form::paged:
         return paged;
       case Form::tma:

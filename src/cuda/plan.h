@@ -52,8 +52,9 @@ const KernelSet* find_recompute_kernels(const Request& request, const Target& ta
 // that is read or written starts at a multiple of 16 bytes.
 bool fits_plain(const Request& request);
 
-// The kernel form for a forward.
+// The kernel forms for a forward and a backward.
 Form forward_form(const Problem& p, const KernelSet& kernel_set);
+Form backward_form(const Request& request, const KernelSet& kernel_set);
 
 // A forward is planned in four steps, between which a family adds what only its kernels do: tiles,
 // packing and their order; the splits of the keys of a tile; the sizes of the grid; triggers of the

@@ -39,7 +39,7 @@ Plan plan_backward_tiles(const Request& request, const KernelSet& kernel_set) {
   const Problem& p = request.problem;
   Plan plan;
   plan.kernel_set = &kernel_set;
-  plan.form = fits_plain(request) ? Form::plain : Form::general;
+  plan.form = backward_form(request, kernel_set);
   plan.architecture = kernel_set.architecture;
   plan.head_dim = kernel_set.head_dim;
   plan.tile_q = kernel_set.backward_tile.rows;

@@ -57,7 +57,7 @@ bool uses_tma(const KernelSet& kernel_set) {
   return kernel_set.tma.tma_forward.function != nullptr;
 }
 bool has_warp_pipelines(const Plan& plan) {
-  return uses_tma(*plan.kernel_set) && plan.form != Form::general;
+  return uses_tma(*plan.kernel_set) && !includes_general(plan.form);
 }
 
 // The last CTA of a tile combines when most tiles have one chunk and few have more than two or
@@ -276,7 +276,7 @@ int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int6
     cluster_splits = min(max_cluster_splits(gpu), sms / blocks);
   const bool fills_sms = blocks * cluster_splits * 8 >= sms * 7 || key_tiles <= cluster_splits;
   const bool cluster_combines =
-      plan.form != Form::general && fills_sms &&
+      !includes_general(plan.form) && fills_sms &&
       cluster_combine_is_faster(plan, gpu, blocks, cluster_splits, key_tiles);
   // Splits are whole tiles.
   const int64_t tiles = ceil_div(key_tiles, cluster_combines ? cluster_splits : max_splits);

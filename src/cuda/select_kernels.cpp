@@ -12,15 +12,15 @@ bool fit(const Gpu& gpu, const Kernel<Params>&... kernels) {
 }
 
 bool serves_forward(const KernelSet& kernel_set, const Gpu& gpu) {
-  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general, &kernel_set.paged,
-                                  &kernel_set.tma, &kernel_set.tma_paged}) {
+  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general, &kernel_set.masked,
+                                  &kernel_set.paged, &kernel_set.tma, &kernel_set.tma_paged}) {
     if (!fit(gpu, form->forward, form->tma_forward)) return false;
   }
   return kernel_set.has_forward();
 }
 
 bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
-  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general}) {
+  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general, &kernel_set.masked}) {
     if (!fit(gpu, form->prepare, form->backward, form->tma_backward, form->finish)) return false;
   }
   return kernel_set.has_backward();
@@ -95,6 +95,7 @@ bool fits_plain(const Request& request) {
 }
 
 Form forward_form(const Problem& p, const KernelSet& kernel_set) {
+  if (p.mask != nullptr && kernel_set.masked.forward.function != nullptr) return Form::masked;
   if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;
@@ -107,6 +108,12 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
     return Form::tma_paged;
   const bool built = kernel_set.paged.forward.function != nullptr;
   return built && pages_fit_32_bits(p) ? Form::paged : Form::general;
+}
+
+Form backward_form(const Request& request, const KernelSet& kernel_set) {
+  if (request.problem.mask != nullptr && kernel_set.masked.backward.function != nullptr)
+    return Form::masked;
+  return fits_plain(request) ? Form::plain : Form::general;
 }
 
 bool nan_may_leak(const Problem& p) {

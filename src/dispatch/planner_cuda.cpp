@@ -89,6 +89,8 @@ const char* form_name(cuda::Form form) {
       return "plain";
     case cuda::Form::general:
       return "general";
+    case cuda::Form::masked:
+      return "masked";
     case cuda::Form::paged:
       return "paged";
     case cuda::Form::tma:

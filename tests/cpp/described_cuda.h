@@ -93,6 +93,10 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
   }
   const int bytes = is("E4M3") ? 1 : set.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   if (bytes == 2) set.paged.forward.function = [](cuda::ForwardParams) {};
+  if (bytes <= 2) {
+    set.masked.forward.function = [](cuda::ForwardParams) {};
+    set.masked.backward.function = [](cuda::BackwardParams) {};
+  }
   with_arch(instance.table, [&]<class Arch>(Arch) {
     set.architecture = Arch::kTable;
     const auto forward = Arch::forward(bytes, instance.head_dim, set.tf32);

@@ -91,12 +91,6 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
             "f16 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
             "largest head_dim is 256");
-  const tilewise_mask mask{};
-  Problem masked = problem(TILEWISE_BFLOAT16);
-  masked.mask = &mask;
-  EXPECT_EQ(why(gpu_with(90), masked),
-            "bf16 on sm_90, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but it "
-            "reads no mask");
   EXPECT_EQ(why(gpu_with(60), problem(TILEWISE_FLOAT32)),
             "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "
             "head_dim 128; it has SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "

@@ -10,6 +10,7 @@ so that initcheck detects a kernel that reads it too early.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import os
 import sys
@@ -57,6 +58,8 @@ class Call:
         self._tensors()
         self._lengths()
         self._score()
+        if shape.mask:
+            self._mask()
 
     def _describe(self) -> None:
         a, s = self.a, self.shape
@@ -165,6 +168,17 @@ class Call:
         if not s.bias_broadcast:
             a.bias_stride_head = self.bias_rows * self.bias_keys
             a.bias_stride_batch = s.heads * a.bias_stride_head
+
+    def _mask(self) -> None:
+        """Two documents, each causal, of which the second one has the last keys of the first."""
+        rows, keys, causal = max(self.shape.rows), max(self.shape.keys), 1
+        half = -(-rows // 2)
+        entries = [[0, half, 0, keys // 2, causal], [half, rows, keys // 3, keys, causal]]
+        self.mask = _abi.sized(_abi.Mask)
+        self.mask.kind, self.mask.batch, self.mask.heads = _abi.MASK_RANGES, 1, 1
+        self.mask.first, self.mask.entries = self._int32([0, len(entries)]), self._int32(entries)
+        self.mask.entry_count = len(entries)
+        self.a.mask = ctypes.pointer(self.mask)
 
     def gradients(self) -> Any:
         g, a, s = _abi.sized(_abi.Gradients), self.a, self.shape

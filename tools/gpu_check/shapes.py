@@ -42,6 +42,7 @@ class Shape:
     general: bool = False  # all of OPTIONS
     option: str = ""  # only one of them
     bias_broadcast: bool = False
+    mask: bool = False  # of ranges: two causal documents
     sinks: bool = False
     splits: int = 0
     deterministic: bool = False
@@ -71,6 +72,7 @@ def shapes() -> Iterator[Shape]:
             yield replace(plain, name=f"{plain.name}-deterministic", deterministic=True)
             yield general
             yield replace(general, name=f"{general.name}-deterministic", deterministic=True)
+            yield replace(plain, name=f"{plain.name}-masked", mask=True)
     for dtype in DTYPES:
         yield from options(dtype)
     for dtype in ("bf16", "fp16"):
@@ -87,6 +89,7 @@ def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
                     backward=False)  # fmt: skip
         yield few
         yield replace(few, name=f"{few.name}-general", option="softcap")
+        yield replace(few, name=f"{few.name}-masked", mask=True)
         yield replace(few, name=f"{few.name}-paged", page_size=64)
         yield replace(few, name=f"{few.name}-odd-pages", page_size=3)
         yield replace(few, name=f"{dtype}-pages-d{dim}", rows=(150,), keys=(170,), group=2,
@@ -101,6 +104,8 @@ def over_float8(dtype: str) -> Iterator[Shape]:
         yield general
         yield replace(few, name=f"{general.name}-decode", splits=3, used=True)
         yield replace(few, name=f"{general.name}-decode-paged", page_size=64)
+        yield replace(general, name=f"{general.name}-masked", mask=True)
+        yield replace(few, name=f"{general.name}-decode-masked", mask=True)
         yield replace(few, name=f"{general.name}-odd", page_size=3, leftpad=True, sinks=False,
                       general=True)  # fmt: skip
     nan = Shape(f"{dtype}-f8-nan", dtype, nan=True, float8=True, backward=False)

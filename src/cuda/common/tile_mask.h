@@ -8,6 +8,7 @@
 
 #include "attention/mask.h"
 #include "attention/schedule.h"
+#include "cuda/common/listed_ranges.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/warp.h"
 
@@ -15,13 +16,12 @@ namespace tilewise::cuda::common {
 
 struct TileMask {
   static constexpr int kTile = 64;     // rows and keys of a tile
-  static constexpr int kListed = 128;  // ranges that can be listed
   static constexpr int kWindow = 256;  // tiles whose coverage is known at a time, one per thread
 
   tilewise_mask given;  // of the kernel parameters
   Mask of_sequence;     // all its ranges
   Mask near;            // those that touch the rows and keys of a walk
-  int32_t listed[kListed];
+  ListedRanges<128> listed;
 
   Range tiles;      // of the walk
   TileWalk window;  // the next of them
@@ -41,21 +41,10 @@ struct TileMask {
   }
 
   // Lists the ranges that touch the rows and keys: a tile touches few of those of a long sequence.
-  // If they are more than kListed, all are looked at. One whole warp calls it.
+  // One whole warp calls it.
   TILEWISE_COLD void list(Range rows, Range keys) {
-    const Mask& all = of_sequence;
-    int count = 0;
-    const int64_t ranges = all.is_ranges() ? all.range_count() : 0;
-    for (int64_t first = 0; first < ranges; first += ptx::kWarpSize) {
-      const int64_t i = first + ptx::lane_index();
-      const bool touches = i < ranges && all.touches(i, rows, keys);
-      const uint32_t found = ptx::ballot(touches);
-      const int at = count + ptx::count_ones(found & ((1u << ptx::lane_index()) - 1));
-      if (touches && at < kListed) listed[at] = static_cast<int32_t>(all.entry_of_range(i));
-      count += ptx::count_ones(found);
-    }
-    if (ptx::lane_index() != 0) return;
-    near = all.is_ranges() && count <= kListed ? all.with_ranges(listed, count) : all;
+    const Mask found = listed.list(of_sequence, rows, keys);
+    if (ptx::lane_index() == 0) near = found;
   }
 
   TILEWISE_COLD Coverage coverage_of(Range heads, Range rows, Range keys) const {

@@ -202,9 +202,11 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   }
   copy_keys<C>(shared + Plan::kK, problem.k, sequence.kv, work_tile.head, keys, problem.head_dim);
   copy_keys<C>(shared + Plan::kV, problem.v, sequence.kv, work_tile.head, keys, problem.head_dim_v);
+  if constexpr (C::kMasked) masked_rows<C>().find(p, sequence, first_head, group, row_tiles, keys);
   ptx::sync_block();
   RowPipeline<C> pipeline(p, sequence, first_head, first_tile, shared);
   int32_t steps = static_cast<int32_t>(row_tiles.size()) * group;  // remaining
+  if constexpr (C::kMasked) steps = masked_rows<C>().count();
   pipeline.copy(p, 0, steps > 0);
   presplit_keys<C>(shared);
   if constexpr (kStages == 3) {
@@ -273,8 +275,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         const int32_t row = record.row() + warp_query;
         const KeyMask<C> mask(key_tile, warp_key + lane / 4, row);
         general.start_head(problem, sequence, first_head + record.head());
-        general.apply(s, dp, mask, p, key_tile, row, record.index(), at.thread_lse,
-                      at.thread_delta);
+        general.apply(s, dp, mask, p, key_tile, row, record.index(), at.thread_lse, at.thread_delta,
+                      shown_keys(record, first_head, row, keys.begin + warp_key));
       }
       store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
     }

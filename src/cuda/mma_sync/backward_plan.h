@@ -10,6 +10,14 @@ inline constexpr int kPrepareThreads = 128;
 inline constexpr int kFinishThreads = 128;
 inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 8;
 
+template <class C>
+class MaskedRows;  // backward_mask.cuh
+template <class C>
+constexpr int masked_rows_bytes() {
+  if constexpr (C::kMasked) return sizeof(MaskedRows<C>);
+  return 0;
+}
+
 // A CTA owns kKeys keys and walks the tiles of kQueries query rows that see them. Warp w owns 32
 // keys (w / query_warps) and shares the queries of a tile with the other warps of these keys.
 template <class C>
@@ -74,7 +82,8 @@ struct BackwardPlan {
   // Per stage: row_lse, row_delta, TileRecord.
   static constexpr int kStatisticsBytes = 2 * kQueries * 4 + 16;
   static constexpr int kKeyTile = kStatistics + kStages * kStatisticsBytes;
-  static constexpr int kSharedBytes = kKeyTile + 48;
+  static constexpr int kMask = kKeyTile + 48;
+  static constexpr int kSharedBytes = kMask + masked_rows_bytes<C>();
   static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/mma_sync/backward_key_tile.cuh"
+#include "cuda/mma_sync/backward_mask.cuh"
 #include "cuda/mma_sync/row_alignment.h"
 #include "cuda/tile/copy.h"
 
@@ -52,6 +53,19 @@ class TileRecord {
   ptx::SharedAddress at_;
 };
 
+// The keys that the mask shows to the query of this lane: bit i is key `key` + i of the sequence.
+// `row` is the first query of the warp, and `key` its first key.
+template <class C>
+TILEWISE_DEVICE uint32_t shown_keys(const TileRecord<C>& record, int64_t first_head, int32_t row,
+                                    int64_t key) {
+  if constexpr (C::kMasked) {
+    const int lane = ptx::lane_index();
+    if (record.masked() && lane < BackwardPlan<C>::kWarpQueries)
+      return masked_rows<C>().shown(first_head + record.head(), row + lane, key);
+  }
+  return ~0u;
+}
+
 // The 16-byte chunks of Q or dO that this thread copies.
 template <class C>
 class RowPointer {
@@ -96,6 +110,9 @@ class RowPointer {
     }
   }
 
+  TILEWISE_DEVICE void move(const tilewise_tensor& view, int32_t heads, int32_t rows) {
+    from_ += (heads * view.stride_head + rows * view.stride_row) * Plan::kBytes;
+  }
   TILEWISE_DEVICE void next_head(const tilewise_tensor& view, int32_t rows_walked) {
     from_ += (view.stride_head - view.stride_row * rows_walked) * Plan::kBytes;
   }
@@ -123,12 +140,15 @@ class RowPipeline {
         d_out_(p.gradients.dout, s, lanes_, first_head, tile.row, p.problem.head_dim_v),
         shared_(shared),
         rows_(static_cast<int32_t>(s.band.rows) - lanes_.row),
-        tile_(tile) {}
+        tile_(tile) {
+    if constexpr (C::kMasked) move_to(p, 0);
+  }
 
   // Copies Q and the statistics of the next tile; copy_d_out then copies its dO and moves on.
   TILEWISE_DEVICE void copy_q(const BackwardParams& p, int stage) {
     if (ptx::thread_index() == 0) {
-      const bool masked = !KeyTile<C>(shared_).unmasked_rows().contains(tile_.row);
+      const bool masked = C::kMasked ? !masked_rows<C>().is_full(step_)
+                                     : !KeyTile<C>(shared_).unmasked_rows().contains(tile_.row);
       TileRecord<C>(shared_, stage).store(tile_, masked, head_);
     }
     q_.copy(stage_at(stage), p.problem.q, lanes_, rows_ - tile_.row);
@@ -144,7 +164,10 @@ class RowPipeline {
   }
   TILEWISE_DEVICE void copy_d_out(const BackwardParams& p, int stage) {
     d_out_.copy(stage_at(stage) + Plan::kRowTileBytes, p.gradients.dout, lanes_, rows_ - tile_.row);
-    if (tile_.advance(KeyTile<C>(shared_))) {
+    if constexpr (C::kMasked) {
+      tile_.row += Plan::kQueries;
+      move_to(p, step_ + 1);
+    } else if (tile_.advance(KeyTile<C>(shared_))) {
       if constexpr (C::kGeneral) ++head_;
       q_.next_head(p.problem.q, tile_.end - tile_.row);
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
@@ -160,6 +183,22 @@ class RowPipeline {
   }
 
  private:
+  // Masked form: moves on to the first visible step from `step` on, if there is one.
+  TILEWISE_DEVICE void move_to(const BackwardParams& p, int32_t step) {
+    const MaskedRows<C>& rows = masked_rows<C>();
+    step = rows.from(step);
+    if (!rows.has(step)) return;
+    const KeyTile<C> key_tile(shared_);
+    const int32_t head = rows.head_of(step);
+    const int32_t row = key_tile.begin() + (step - head * rows.tiles_per_head()) * Plan::kQueries;
+    q_.move(p.problem.q, head - head_, row - tile_.row);
+    d_out_.move(p.gradients.dout, head - head_, row - tile_.row);
+    tile_.row = row;
+    tile_.index += step - step_ + (head - head_) * key_tile.skipped_tiles();
+    head_ = head;
+    step_ = step;
+  }
+
   TILEWISE_DEVICE ptx::SharedAddress stage_at(int stage) const {
     return shared_ + static_cast<uint32_t>(Plan::kRowTiles + stage * 2 * Plan::kRowTileBytes);
   }
@@ -171,6 +210,7 @@ class RowPipeline {
   int32_t rows_;  // rows of the sequence minus this thread's first row in a tile
   RowTile<C> tile_;
   int32_t head_ = 0;
+  int32_t step_ = 0;  // masked form
 };
 
 // Copies K or V of the CTA, once. Keys and columns past the last become 0.

@@ -141,11 +141,12 @@ class GeneralScores {
   }
 
   // All of s becomes dropout(P), and all of dp becomes dS. `row` is the first query of the warp,
-  // from which `mask` counts.
+  // from which `mask` counts. In the masked form, bit i of the `shown` of lane q says whether query
+  // q of the warp sees key i of the warp; other forms do not read it.
   TILEWISE_DEVICE void apply(ScoreSums<C>& s, ScoreSums<C>& dp, const KeyMask<C>& mask,
                              const BackwardParams& p, const KeyTile<C>& key_tile, int32_t row,
-                             int32_t tile_index, ptx::SharedAddress lse,
-                             ptx::SharedAddress delta) const {
+                             int32_t tile_index, ptx::SharedAddress lse, ptx::SharedAddress delta,
+                             uint32_t shown) const {
     const int64_t bias_stride_row = p.problem.bias_stride_row;
     const bool far = key_tile.far_rows();
     const int64_t first = int64_t{tile_index} * Plan::kQueries + row % Plan::kQueries;
@@ -158,6 +159,12 @@ class GeneralScores {
       float d[2];
       load_statistic<C>(l, lse, n);
       load_statistic<C>(d, delta, n);
+      uint32_t keys_shown[2] = {};  // to a query of this lane, from its first key on
+      if constexpr (C::kMasked) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          keys_shown[e] = ptx::shuffle(shown, 8 * n + lane % 4 * 2 + e) >> (lane / 4);
+      }
       common::RowOrigin origin[2] = {};
       if (far) [[unlikely]] {
         for (int e = 0; e < 2; ++e)
@@ -176,7 +183,8 @@ class GeneralScores {
             const uint32_t bit = kept[drawn_by] >> (e / 2 * 8 + n / 2 * 16) & 1u;
             keep = bit != 0 ? score_mod_.dropout.keep_scale : 0.0f;
           }
-          if (query < rows_ && mask.visible(offset, from_row)) {
+          const bool is_shown = !C::kMasked || (keys_shown[e % 2] >> offset & 1u) != 0;
+          if (query < rows_ && is_shown && mask.visible(offset, from_row)) {
             const auto score =
                 score_mod_.at(s.x[m][n][e], row_score_mod(query, bias_stride_row), key_ + offset);
             float value = score.value;

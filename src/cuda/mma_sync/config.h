@@ -24,7 +24,8 @@ struct Config {
   // The element of q and out in memory.
   using Storage = std::conditional_t<kFloat8, EitherHalf, typename Element::Storage>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kGeneral = kForm_ == Form::general;
+  static constexpr bool kGeneral = includes_general(kForm_);
+  static constexpr bool kMasked = kForm_ == Form::masked;
   static constexpr bool kPaged = kForm_ == Form::paged || kForm_ == Form::tma_paged;
   static constexpr bool kTma = kForm_ == Form::tma || kForm_ == Form::tma_paged;
   static constexpr arch::ForwardTile kForward =
@@ -58,8 +59,10 @@ struct Config {
   //   float8       prefill  general     general
   //   float8       decode   tma         tma_paged; general when pages are smaller than a TMA box
   //
-  // An architecture without TMA decodes with plain and paged, and float8 with general.
+  // An architecture without TMA decodes with plain and paged, and float8 with general. With a mask,
+  // keys of 16 and 8 bits take the masked form; the simt family serves those of 32 bits.
   static constexpr bool kServes = kTma      ? kWarpPipeline
+                                  : kMasked ? Element::kBytes == 2
                                   : kFloat8 ? kGeneral
                                   : kPaged  ? Element::kBytes == 2
                                             : kGeneral || !kWarpPipeline;

@@ -18,9 +18,10 @@ struct BackwardRegions : BackwardWorkspace {
 int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
-  if (const WhyNot why = why_no_mask(request)) return why;
   if (const WhyNot why = why_no_max_logits(request)) return why;
   const int32_t kv = request.dtypes.kv;
+  if (request.problem.mask != nullptr && kv == TILEWISE_FLOAT32)
+    return {.text = "it reads a mask only with keys of 16 or 8 bits"};
   if (table(gpu) == arch::Sm75::kTable && kv != TILEWISE_FLOAT16 && kv != TILEWISE_FLOAT8_E4M3)
     return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(kv)};
   return {};

@@ -35,6 +35,7 @@
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_chunk_combine.h"
 #include "cuda/mma_sync/forward_exact_rows.h"
+#include "cuda/mma_sync/forward_key_tiles.h"
 #include "cuda/mma_sync/forward_kv_pipeline.h"
 #include "cuda/mma_sync/forward_queries.h"
 #include "cuda/mma_sync/forward_rows.h"
@@ -352,6 +353,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   ptx::griddepcontrol_wait();
   QueryTile q_tile = find_tile<C>(p, q + kPipelineAt<C>);
   if (!q_tile.any()) return;
+  if constexpr (C::kMasked) masked_tiles<C>().find(p, q_tile);
 
   const ptx::SharedAddress q_of_warp =
       q +
@@ -387,6 +389,11 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   Outputs<C> o;
   o.fill(0.0f);
   auto step = [&](int32_t tile, auto masked) {
+    [[maybe_unused]] bool full = true;
+    if constexpr (C::kMasked) {
+      full = masked_tiles<C>().is_full(tile);
+      if (!full) masked_tiles<C>().find_bits(saved, tile);
+    }
     pipeline.consumer_wait();
     multiply.scores(s, q_of_warp, pipeline.keys(),
                     [&](int part) { pipeline.load_ahead(true, tile, part); });
@@ -397,6 +404,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       general.apply(problem, saved, s, tile, lane_position<C>());
     }
     if (masked) mask<C>(s, saved_q_tile<C>(first_byte), tile);
+    if constexpr (C::kMasked) {
+      if (!full) masked_tiles<C>().hide(s);
+    }
     softmax.raise(s, o);
     softmax.exponentiate(s);
     if (dropout) {
@@ -412,23 +422,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
     pipeline.consumer_release(false, tile);
   };
-  int32_t tile = last;
-  if constexpr (C::kGeneral) {
-#pragma unroll 1
-    for (; tile >= saved.tiles.first; tile -= C::kWarpSplits) step(tile, saved.tiles.masked(tile));
-  } else {
-#pragma unroll 1
-    while (tile >= saved.tiles.first) {
-      if (tile < saved.tiles.full_end) {
-        const int32_t full_begin = uniform(saved.tiles.full_begin);
-#pragma unroll 1
-        for (; tile >= full_begin; tile -= C::kWarpSplits) step(tile, std::false_type{});
-      }
-      if (tile < saved.tiles.first) break;
-      step(tile, std::true_type{});
-      tile -= C::kWarpSplits;
-    }
-  }
+  for_each_key_tile<C>(saved.tiles, last, step);
 
   common::trigger_dependents(p, PdlTrigger::before_epilogue);
   tile::wait<typename C::Arch, 0>();
@@ -493,7 +487,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     store_outputs<C>(problem, saved, q);
   }
   store_lse(problem, saved, position, result);
-  if constexpr (kExactRows) recompute_rows<C>(problem, saved, position, result);
+  if constexpr (kExactRows) recompute_rows<C>(p, saved, position, result);
 }
 
 }  // namespace tilewise::cuda::mma_sync

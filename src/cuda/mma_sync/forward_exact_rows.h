@@ -27,22 +27,29 @@ TILEWISE_DEVICE void mark_rows_to_recompute(const Problem& p, const QueryTile& q
 }
 
 template <class C>
-TILEWISE_COLD void write_exact_row(const Problem& p, const QueryTile& q_tile, int32_t r) {
+TILEWISE_COLD void write_exact_row(const ForwardParams& params, const QueryTile& q_tile,
+                                   int32_t r) {
   constexpr Form kForm = C::kGeneral ? Form::general : Form::plain;
+  const Problem& p = params.problem;
+  const tilewise_mask* const mask = C::kMasked ? &params.mask : nullptr;
   const int64_t row = q_tile.rows.first + q_tile.rows.row(r);
   if constexpr (!C::kFloat8) {
     using T = typename C::Storage;
-    common::ExactRow<T, T, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
+    common::ExactRow<T, T, kForm, C::kMasked>(p, q_tile.sequence, row, q_tile.head(r), mask)
+        .write();
   } else if (p.dtype == TILEWISE_BFLOAT16) {
-    common::ExactRow<BFloat16, Float8, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
+    common::ExactRow<BFloat16, Float8, kForm, C::kMasked>(p, q_tile.sequence, row, q_tile.head(r),
+                                                          mask)
+        .write();
   } else {
-    common::ExactRow<Half, Float8, kForm>(p, q_tile.sequence, row, q_tile.head(r)).write();
+    common::ExactRow<Half, Float8, kForm, C::kMasked>(p, q_tile.sequence, row, q_tile.head(r), mask)
+        .write();
   }
 }
 
 // Recomputes the marked rows. Called after all rows have been stored, since it overwrites them.
 template <class C>
-TILEWISE_DEVICE void recompute_rows(const Problem& p, const QueryTile& q_tile,
+TILEWISE_DEVICE void recompute_rows(const ForwardParams& p, const QueryTile& q_tile,
                                     const LanePosition& position,
                                     const RowResults<C::kForward.warp_rows / 16>& result) {
   uint32_t marked = 0;  // one bit per row of this lane

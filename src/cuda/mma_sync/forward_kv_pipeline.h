@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "cuda/mma_sync/forward_mask.h"
 #include "cuda/mma_sync/forward_pages.h"
 #include "cuda/mma_sync/forward_rows.h"
 #include "cuda/mma_sync/row_alignment.h"
@@ -69,6 +70,7 @@ class KvTileCopy {
         columns_(static_cast<int>(columns)),
         keys_(q_tile.tiles.keys),
         first_(uniform(q_tile.tiles.first)) {
+    if constexpr (C::kMasked) next_tile_ = uniform(q_tile.tiles.last);
     const KvSource& kv = q_tile.sequence.kv;
     const int64_t head = p.group.quotient(q_tile.rows.first_head);
     base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;
@@ -89,7 +91,10 @@ class KvTileCopy {
   // Before the loop: copies the whole next tile, which is `tile`. The last tile may be cut short by
   // the number of keys.
   TILEWISE_DEVICE void copy_whole(ptx::SharedAddress stage, int32_t tile) {
-    if constexpr (C::kGeneral) {
+    if constexpr (C::kMasked) {
+      copy_checked(stage, next_tile_, 0, Lanes::kPasses);
+      next_tile_ = masked_tiles<C>().before(next_tile_);
+    } else if constexpr (C::kGeneral) {
       copy_checked(stage, tile, 0, Lanes::kPasses);
     } else {
       const int32_t left = tile < first_ ? 0 : keys_ - tile * kKeys - lanes_.row;
@@ -98,12 +103,15 @@ class KvTileCopy {
     }
   }
 
-  // In the loop: copies part `part` of the next tile, or zeros where there is no such tile.
+  // In the loop: copies part `part` of the next tile, or zeros where there is no such tile. With a
+  // mask the next tile is not always `tile`, which then only counts.
   TILEWISE_DEVICE void copy(ptx::SharedAddress stage, int32_t tile, int part) {
     const int begin = part * kPartPasses;
     const int end = min(Lanes::kPasses, begin + kPartPasses);
     if constexpr (C::kGeneral) {
+      if constexpr (C::kMasked) tile = next_tile_;
       if (tile >= first_) copy_checked(stage, tile, begin, end);
+      if (C::kMasked && part == kParts - 1) next_tile_ = masked_tiles<C>().before(next_tile_);
       return;
     }
 #pragma unroll
@@ -179,6 +187,7 @@ class KvTileCopy {
   int columns_;
   int32_t keys_;
   int32_t first_;                 // the first tile to load
+  int32_t next_tile_ = 0;         // masked form: the next tile to load
   bool exists_[Lanes::kColumns];  // fast path: whether this thread's columns exist
   const char* base_;              // start of the head
   const char* next_ = nullptr;    // fast path: this thread's 16 bytes in the next tile

@@ -1,5 +1,6 @@
 // The query tile of a CTA (cuda/common/query_tile.h): its rows, and the layout of shared memory,
-// which holds the queries, the saved QueryTile and the pipeline of keys and values.
+// which holds the queries, the saved QueryTile, the MaskedTiles of the masked form and the pipeline
+// of keys and values.
 #pragma once
 
 #include <type_traits>
@@ -31,10 +32,20 @@ inline constexpr int kStageBytes =
                                                  C::kWarpPipeline ? tile::kSwizzledRowBytes : 16));
 template <class C>
 inline constexpr int kQueryTileBytes = C::kForward.rows() * C::kHeadDim * C::Element::kBytes;
+template <class C>
+class MaskedTiles;  // forward_mask.h
+template <class C>
+inline constexpr int kMaskAt =
+    static_cast<int>(round_up(kQueryTileBytes<C> + sizeof(QueryTile), 16));
+template <class C>
+constexpr int mask_bytes() {
+  if constexpr (C::kMasked) return sizeof(MaskedTiles<C>);
+  return 0;
+}
 // Panels are swizzled by their address, with a period of 1024 bytes.
 template <class C>
-inline constexpr int kPipelineAt = static_cast<int>(
-    round_up(kQueryTileBytes<C> + sizeof(QueryTile), C::kWarpPipeline ? 1024 : 128));
+inline constexpr int kPipelineAt =
+    static_cast<int>(round_up(kMaskAt<C> + mask_bytes<C>(), C::kWarpPipeline ? 1024 : 128));
 template <class C>
 using ForwardParamsOf = std::conditional_t<C::kTma, TmaForwardParams, ForwardParams>;
 
