@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,12 +58,13 @@ class Call:
         self._tensors()
         self._lengths()
         self._score()
-        if shape.mask:
-            self._mask()
+        self._results()
 
     def _describe(self) -> None:
         a, s = self.a, self.shape
         a.device, a.dtype = _abi.CUDA, CODES[s.dtype]
+        if s.float8_queries:
+            a.dtype = _abi.DTYPES["float8_e4m3fn"]
         a.batch, a.heads_q, a.heads_kv = self.batch, s.heads, s.heads_kv
         a.seqlen_q = self.total_q if s.varlen else s.rows[0]
         a.seqlen_k = self.total_k if s.varlen else s.keys[0]
@@ -107,7 +108,8 @@ class Call:
             a.block_table = self.memory.upload(table.astype(np.int32))
             a.block_table_stride = a.block_table_width = self.width
             a.page_size, a.pages = s.page_size, pages
-        a.q = self._view(self._random(self.total_q, s.heads, s.head_dim), s.heads, s.head_dim, rows)
+        draw = self._float8 if s.float8_queries else self._random
+        a.q = self._view(draw(self.total_q, s.heads, s.head_dim), s.heads, s.head_dim, rows)
         nan_row = 70 if s.nan else -1
         a.kv_float8 = s.float8
         draw = self._float8 if s.float8 else self._random
@@ -116,7 +118,8 @@ class Call:
             setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
             if s.float8:
                 self._factors(f"{name}_descale")
-        out = self.memory.empty(self.total_q * s.heads * self.dim_v * self.size)
+        out_size = 4 if s.float32_out else self.size
+        out = self.memory.empty(self.total_q * s.heads * self.dim_v * out_size)
         a.out = self._view(out, s.heads, self.dim_v, rows)
         a.lse = self.memory.empty(4 * self.total_q * s.heads)
         a.lse_stride_head = self.total_q if s.varlen else rows
@@ -169,16 +172,72 @@ class Call:
             a.bias_stride_head = self.bias_rows * self.bias_keys
             a.bias_stride_batch = s.heads * a.bias_stride_head
 
-    def _mask(self) -> None:
-        """Two documents, each causal, of which the second one has the last keys of the first."""
-        rows, keys, causal = max(self.shape.rows), max(self.shape.keys), 1
-        half = -(-rows // 2)
-        entries = [[0, half, 0, keys // 2, causal], [half, rows, keys // 3, keys, causal]]
-        self.mask = _abi.sized(_abi.Mask)
-        self.mask.kind, self.mask.batch, self.mask.heads = _abi.MASK_RANGES, 1, 1
-        self.mask.first, self.mask.entries = self._int32([0, len(entries)]), self._int32(entries)
-        self.mask.entry_count = len(entries)
-        self.a.mask = ctypes.pointer(self.mask)
+    def _results(self) -> None:
+        """A mask, and results that a call may ask for."""
+        a, s = self.a, self.shape
+        if s.float32_out:
+            a.out_dtype = _abi.OUT_DTYPES["float32"]
+        if s.max_logits:
+            a.max_logits = self.memory.empty(4 * self.batch * s.heads)
+        if s.mask:
+            self.mask = self._mask_of_ranges() if s.mask == "ranges" else self._mask_of_blocks()
+            a.mask = ctypes.pointer(self.mask)
+
+    def _mask_of_ranges(self) -> Any:
+        """The same for every sequence: the first rows see the first keys, the others a band."""
+        rows, keys = max(self.shape.rows), max(self.shape.keys)
+        entries = [[0, rows // 3, 0, keys // 2, 0], [rows // 3, rows, keys // 4, keys, 1]]
+        mask = _abi.sized(_abi.Mask)
+        mask.kind, mask.batch, mask.heads, mask.keys = _abi.MASK_RANGES, 1, 1, keys
+        mask.first, mask.entries = self._int32([0, 2]), self._int32(entries)
+        mask.entry_count = len(entries)
+        return mask
+
+    def _mask_of_blocks(self) -> Any:
+        """The same for every sequence and head: in each row of blocks a partial block, then every
+        other one full.
+        """
+        rows, keys = max(self.shape.rows), max(self.shape.keys)
+        if self.shape.page_size:
+            keys = self.width * self.shape.page_size
+        row_blocks, key_blocks = (-(-n // _abi.MASK_BLOCK) for n in (rows, keys))
+        row = [[0, 1, 0], *([b, b + 1, -1] for b in range(2, key_blocks, 2))]
+        mask = _abi.sized(_abi.Mask)
+        mask.kind, mask.batch, mask.heads = _abi.MASK_BLOCKS, 1, 1
+        mask.rows, mask.keys = rows, keys
+        mask.first = self._int32(np.arange(row_blocks + 1) * len(row))
+        mask.entries, mask.entry_count = self._int32(row * row_blocks), len(row) * row_blocks
+        bits = self.rng.integers(0, 2**32, (1, _abi.MASK_BLOCK, 4), dtype=np.uint32)
+        mask.bits, mask.bit_blocks = self.memory.upload(bits), 1
+        return mask
+
+    def tangents(self) -> Any:
+        """Tangents of q, k, v, bias and sinks, and gradients of the results' tangents."""
+        t, a, s = _abi.sized(_abi.Tangents), self.a, self.shape
+        rows, keys = s.rows[0], self.rows_k
+        for name, heads, dim, count, total in (
+            ("q", s.heads, s.head_dim, rows, self.total_q),
+            ("k", s.heads_kv, s.head_dim, keys, self.total_k),
+            ("v", s.heads_kv, self.dim_v, keys, self.total_k),
+            ("dout", s.heads, self.dim_v, rows, self.total_q),
+        ):
+            setattr(t, name, self._view(self._random(total, heads, dim), heads, dim, count))
+        out = self.memory.empty(self.total_q * s.heads * self.dim_v * self.size)
+        t.out = self._view(out, s.heads, self.dim_v, rows)
+        t.lse = self.memory.empty(4 * self.total_q * s.heads)
+        for name in ("lse", "dlse"):
+            setattr(t, f"{name}_stride_batch", a.lse_stride_batch)
+            setattr(t, f"{name}_stride_head", a.lse_stride_head)
+        t.dlse = self.memory.upload(
+            self.rng.standard_normal(self.total_q * s.heads, dtype=np.float32)
+        )
+        if a.bias:
+            t.bias = a.bias
+            for name in ("batch", "head", "row"):
+                setattr(t, f"bias_stride_{name}", getattr(a, f"bias_stride_{name}"))
+        if a.sinks:
+            t.sinks = self.memory.upload(self.rng.standard_normal(s.heads, dtype=np.float32))
+        return t
 
     def gradients(self) -> Any:
         g, a, s = _abi.sized(_abi.Gradients), self.a, self.shape
@@ -209,30 +268,47 @@ class Call:
         return g
 
 
-def plan(call: Call, gradients: Any) -> Any:
-    """The plan of one pass."""
-    library, info = c_library(), _abi.sized(_abi.PlanInfo)
-    direction = _abi.FORWARD if gradients is None else _abi.BACKWARD
-    _abi.check(library, library.tilewise_plan(call.a, gradients, direction, info))
-    return info
+class Pass(NamedTuple):
+    """One pass over a problem: its name in the C library, its number, the structures it takes."""
+
+    name: str
+    number: int
+    structures: tuple[Any, ...]
+
+    def plan(self, call: Call) -> Any:
+        library, info = c_library(), _abi.sized(_abi.PlanInfo)
+        if self.number in (_abi.FORWARD, _abi.BACKWARD):
+            gradients = self.structures[0] if self.structures else None
+            status = library.tilewise_plan(call.a, gradients, self.number, info)
+        else:
+            tangents, gradients = (*self.structures, None)[:2]
+            status = library.tilewise_plan_tangents(call.a, tangents, gradients, self.number, info)
+        _abi.check(library, status)
+        return info
+
+
+def passes(call: Call) -> Iterator[Pass]:
+    """The passes of a problem in an order in which each finds its inputs written."""
+    yield Pass("forward", _abi.FORWARD, ())
+    if call.shape.backward:
+        yield Pass("backward", _abi.BACKWARD, (call.gradients(),))
+    if call.shape.tangents:
+        tangents = call.tangents()
+        yield Pass("jvp", _abi.JVP, (tangents,))
+        yield Pass("second", _abi.SECOND, (tangents, call.gradients()))
 
 
 def run(call: Call) -> list[str]:
-    """Runs forward and backward; returns the names of the kernels."""
+    """Runs every pass of a problem; returns the names of the kernels."""
     library = c_library()
     names: list[str] = []
-    for gradients in (None, call.gradients() if call.shape.backward else None):
-        if gradients is None and names:
-            break
-        info = plan(call, gradients)
+    for each in passes(call):
+        info = each.plan(call)
         workspace = call.memory.empty(info.workspace_bytes)
         if call.shape.varlen_decode:  # arrival counters are read, and must work with any contents
             workspace = call.memory.upload(np.full(info.workspace_bytes, 0x5A, np.uint8))
-        if gradients is None:
-            status = library.tilewise_forward(call.a, workspace, info.workspace_bytes)
-        else:
-            status = library.tilewise_backward(call.a, gradients, workspace, info.workspace_bytes)
-        _abi.check(library, status)
+        launch = getattr(library, f"tilewise_{each.name}")
+        _abi.check(library, launch(call.a, *each.structures, workspace, info.workspace_bytes))
         call.memory.synchronize()
         names.append(f"{info.kernel.decode()} tile {info.tile_q}x{info.tile_k} x{info.splits}")
     return names

@@ -42,14 +42,18 @@ class Shape:
     general: bool = False  # all of OPTIONS
     option: str = ""  # only one of them
     bias_broadcast: bool = False
-    mask: bool = False  # of ranges: two causal documents
     sinks: bool = False
     splits: int = 0
     deterministic: bool = False
     check: bool = False
     nan: bool = False
     float8: bool = False  # keys and values
+    float8_queries: bool = False  # too; out is bf16
     backward: bool = True
+    mask: str = ""  # "ranges" or "blocks"
+    tangents: bool = False  # also forward mode and second derivatives
+    float32_out: bool = False
+    max_logits: bool = False
 
     @property
     def heads(self) -> int:
@@ -72,9 +76,12 @@ def shapes() -> Iterator[Shape]:
             yield replace(plain, name=f"{plain.name}-deterministic", deterministic=True)
             yield general
             yield replace(general, name=f"{general.name}-deterministic", deterministic=True)
-            yield replace(plain, name=f"{plain.name}-masked", mask=True)
+            yield replace(plain, name=f"{plain.name}-masked", mask="ranges")
     for dtype in DTYPES:
         yield from options(dtype)
+    for dtype in ("bf16", "fp16", "fp32"):
+        yield from masks(dtype)
+        yield from tangents(dtype)
     for dtype in ("bf16", "fp16"):
         yield from few_rows_and_pages(dtype)
         yield from over_float8(dtype)
@@ -89,7 +96,7 @@ def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
                     backward=False)  # fmt: skip
         yield few
         yield replace(few, name=f"{few.name}-general", option="softcap")
-        yield replace(few, name=f"{few.name}-masked", mask=True)
+        yield replace(few, name=f"{few.name}-masked", mask="ranges")
         yield replace(few, name=f"{few.name}-paged", page_size=64)
         yield replace(few, name=f"{few.name}-odd-pages", page_size=3)
         yield replace(few, name=f"{dtype}-pages-d{dim}", rows=(150,), keys=(170,), group=2,
@@ -104,14 +111,44 @@ def over_float8(dtype: str) -> Iterator[Shape]:
         yield general
         yield replace(few, name=f"{general.name}-decode", splits=3, used=True)
         yield replace(few, name=f"{general.name}-decode-paged", page_size=64)
-        yield replace(general, name=f"{general.name}-masked", mask=True)
-        yield replace(few, name=f"{general.name}-decode-masked", mask=True)
+        yield replace(general, name=f"{general.name}-masked", mask="ranges")
+        yield replace(few, name=f"{general.name}-decode-masked", mask="ranges")
         yield replace(few, name=f"{general.name}-odd", page_size=3, leftpad=True, sinks=False,
                       general=True)  # fmt: skip
+        yield replace(general, name=f"{general.name}-queries", float8_queries=True)
     nan = Shape(f"{dtype}-f8-nan", dtype, nan=True, float8=True, backward=False)
     yield nan
     yield replace(nan, name=f"{dtype}-f8-odd", head_dim=37, head_dim_v=51, check=True)
     yield replace(nan, name=f"{dtype}-f8-simt", head_dim=300, rows=(40,), keys=(80,), heads_kv=1)
+
+
+def masks(dtype: str) -> Iterator[Shape]:
+    """Masks of blocks, and masks with other options. The head-dim tiles are among the others."""
+    lengths = dict(rows=(3, 0, 130, 70), keys=(90, 20, 0, 140), varlen=True)
+    masked = Shape(f"{dtype}-blocks", dtype, rows=(300,), keys=(300,), mask="blocks",
+                   window=(-1, -1))  # fmt: skip
+    yield masked
+    yield replace(masked, name=f"{dtype}-blocks-general", general=True, sinks=True)
+    yield replace(masked, name=f"{dtype}-ranges-nan", mask="ranges", nan=True, window=(-1, 0))
+    yield replace(masked, name=f"{dtype}-ranges-varlen", mask="ranges", **lengths)  # type: ignore[arg-type]
+    yield Shape(f"{dtype}-blocks-pages", dtype, rows=(2, 2), keys=(300, 300), group=4,
+                mask="blocks", page_size=16, used=True, backward=False)  # fmt: skip
+
+
+def tangents(dtype: str) -> Iterator[Shape]:
+    """Forward mode and second derivatives; the other results that few kernels write."""
+    for dim in (64, 128, 256, 512):
+        plain = Shape(f"{dtype}-tangents-d{dim}", dtype, dim, rows=(70,), keys=(90,), tangents=True)
+        yield plain
+    yield replace(plain, name=f"{dtype}-tangents-general", head_dim=64, general=True, sinks=True)
+    for dim in (64, 128):
+        results = Shape(f"{dtype}-results-d{dim}", dtype, dim, sinks=True, max_logits=True,
+                        float32_out=dtype != "fp32")  # fmt: skip
+        yield results
+        if dtype != "fp32":
+            yield replace(results, name=f"{dtype}-float32-out-d{dim}", max_logits=False)
+    yield replace(results, name=f"{dtype}-results-decode", rows=(1, 1), keys=(500, 500), group=8,
+                  splits=3, backward=False)  # fmt: skip
 
 
 def options(dtype: str) -> Iterator[Shape]:
