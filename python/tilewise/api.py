@@ -58,7 +58,7 @@ def attention(
             which is also allowed for q of float16 or bfloat16 (forward only). None is 1.
         v_descale: The same for v.
         mask: A mask of ``tilewise.masks``: only pairs that it shows, and that causal and window
-            allow, are visible. CPU only.
+            allow, are visible.
         return_max_logits: Return max_logits after out and lse.
         out_dtype: The dtype of out: that of q (None), or float32, also for q of float16 or
             bfloat16: the sums as they are, not rounded. The gradient of such an out is rounded to

@@ -124,13 +124,13 @@ def over_float8(dtype: str) -> Iterator[Shape]:
 
 def masks(dtype: str) -> Iterator[Shape]:
     """Masks of blocks, and masks with other options. The head-dim tiles are among the others."""
-    lengths = dict(rows=(3, 0, 130, 70), keys=(90, 20, 0, 140), varlen=True)
     masked = Shape(f"{dtype}-blocks", dtype, rows=(300,), keys=(300,), mask="blocks",
                    window=(-1, -1))  # fmt: skip
     yield masked
     yield replace(masked, name=f"{dtype}-blocks-general", general=True, sinks=True)
     yield replace(masked, name=f"{dtype}-ranges-nan", mask="ranges", nan=True, window=(-1, 0))
-    yield replace(masked, name=f"{dtype}-ranges-varlen", mask="ranges", **lengths)  # type: ignore[arg-type]
+    yield replace(masked, name=f"{dtype}-ranges-varlen", mask="ranges", rows=(3, 0, 130, 70),
+                  keys=(90, 20, 0, 140), varlen=True)  # fmt: skip
     yield Shape(f"{dtype}-blocks-pages", dtype, rows=(2, 2), keys=(300, 300), group=4,
                 mask="blocks", page_size=16, used=True, backward=False)  # fmt: skip
 

@@ -62,8 +62,7 @@ def attention(
             have no backward.
         v_descale: The same.
         mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
-        return_max_logits: Return the largest logits of the whole sequence after out and lse, on
-            CPUs only.
+        return_max_logits: Return the largest logits of the whole sequence after out and lse.
         reduce_replicated: Give scale, sinks and a replicated bias the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 

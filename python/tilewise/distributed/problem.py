@@ -47,20 +47,12 @@ def check_method(method: str, grid: Grid | None = None) -> str:
     return method
 
 
-def check_dtype(method: str, q: Tensor) -> None:
-    """Refuses queries of float8, and tensors of 16 bits on a GPU for a ring, whose partial outputs
-    must be float32.
-    """
+def check_dtype(q: Tensor) -> None:
+    """Refuses queries of float8."""
     if _check.is_float8(q.dtype):
         raise TypeError(
             f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16 "
             "where ranks share a sequence; k and v may be torch.float8_e4m3fn"
-        )
-    if method.endswith("ring") and q.device.type == "cuda" and q.dtype != torch.float32:
-        raise TypeError(
-            f"q has dtype {q.dtype} on {q.device}, but must have torch.float32 with method "
-            f"{method!r}, which merges partial outputs in float32: only CPUs compute them from "
-            "inputs of 16 bits"
         )
 
 
@@ -181,7 +173,7 @@ def prepare(
             q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
-        check_dtype(method, tensors[0])
+        check_dtype(tensors[0])
         if bias is not None:
             _torch._check_bias(bias, tensors[0])
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
@@ -247,7 +239,7 @@ def prepare_varlen(
         *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
         _check.varlen(tensors[0], tensors[1], tensors[2], False)
-        check_dtype(method, tensors[0])
+        check_dtype(tensors[0])
         batch = len(starts[0]) - 1
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)

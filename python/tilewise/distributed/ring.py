@@ -5,8 +5,7 @@ is computed; in the backward the gradients of those keys go back meanwhile. A ra
 two ranks at a time, where "allgather" holds all keys of some heads. Owners send their keys
 themselves, and only to ranks whose rows see them.
 
-Partial outputs are float32, so that their sum is rounded once. On a GPU the operators write such an
-output for float32 inputs only.
+Partial outputs are float32, so that their sum is rounded once.
 """
 
 from __future__ import annotations
