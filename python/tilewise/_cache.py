@@ -145,7 +145,11 @@ _ARGUMENTS = {
 
 
 def in_python(sentence: str) -> str:
-    """A sentence of the library with the names of Python's arguments."""
+    """A sentence of the library, which starts with "tilewise: ", with the names of Python's
+    arguments. Other sentences use them already.
+    """
+    if not sentence.startswith("tilewise: "):
+        return sentence
     words = _abi.in_python(sentence)
     return re.sub(r"\w+", lambda word: _ARGUMENTS.get(word[0], word[0]), words)
 

@@ -38,7 +38,7 @@ TEST(PlannerCudaMasks, TensorCoresServeKeysOf16And8Bits) {
 }
 
 TEST(PlannerCudaMasks, WhyNamesTheFamilyThatReadsNoMask) {
-  EXPECT_EQ(explained(with_mask(problem(TILEWISE_BFLOAT16)), gpu_with(90)),
+  EXPECT_EQ(explained(with_mask(problem(TILEWISE_BFLOAT16, 4)), gpu_with(90)),
             "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, masked form: cuda.wgmma "
             "would be faster, but it reads no mask");
   EXPECT_EQ(explained(with_mask(problem(TILEWISE_FLOAT32)), gpu_with(90)),

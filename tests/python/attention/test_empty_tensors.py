@@ -9,22 +9,33 @@ import numpy as np
 import pytest
 import torch
 
+import devices
 import tilewise
 
 pytestmark = pytest.mark.tensors
 
-BOTH = pytest.mark.parametrize(
-    "kind", [lambda x: x, lambda x: x.numpy()], ids=["tensors", "arrays"]
-)
 NONE = torch.zeros(0, dtype=torch.int32)
 START = torch.zeros(1, dtype=torch.int32)
 
 
-def as_arrays(kind, given):
+@pytest.fixture(params=["tensors", "arrays"])
+def kind(request, device):
+    """The arguments of a call as tensors on the tested device, or as arrays, which CPUs read."""
+    if request.param == "arrays":
+        if device.name != "cpu":
+            pytest.skip("arrays are on the CPU")
+        return lambda x: x.numpy()
+    return devices.moved
+
+
+def of_kind(kind, given):
     return {name: kind(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
-@BOTH
+def as_array(x):
+    return x.cpu().numpy() if isinstance(x, torch.Tensor) else x
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -46,14 +57,11 @@ def test_cache_of_which_no_sequence_has_a_row(kind, given, new):
         arguments |= dict(k=torch.zeros(0, new, 2, 16), v=torch.zeros(0, new, 2, 16))
         if "indices" in given:
             given = given | dict(cache_batch_idx=NONE)
-    out, lse = tilewise.attention_with_kvcache(
-        **as_arrays(kind, arguments | given), return_lse=True
-    )
+    out, lse = tilewise.attention_with_kvcache(**of_kind(kind, arguments | given), return_lse=True)
     assert out.shape == (0, 2, 4, 16) and lse.shape == (0, 4, 2)
     assert torch.equal(cache, before)
 
 
-@BOTH
 @pytest.mark.parametrize("packed", [False, True])
 def test_pages_of_no_keys(kind, packed):
     """A table without columns leaves every row without a key: out is 0 and lse is -inf."""
@@ -63,25 +71,23 @@ def test_pages_of_no_keys(kind, packed):
     if packed:
         given = dict(q=q, k=pages, v=pages, cu_seqlens_q=starts, cu_seqlens_k=None)
         given |= dict(block_table=table, seqused_k=lengths)
-        out, lse = tilewise.attention_varlen(**as_arrays(kind, given), return_lse=True)
+        out, lse = tilewise.attention_varlen(**of_kind(kind, given), return_lse=True)
     else:
         given = dict(q=q.reshape(2, 3, 4, 16), k_cache=pages, v_cache=pages, block_table=table)
         given |= dict(cache_seqlens=lengths)
-        out, lse = tilewise.attention_with_kvcache(**as_arrays(kind, given), return_lse=True)
-    assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()
+        out, lse = tilewise.attention_with_kvcache(**of_kind(kind, given), return_lse=True)
+    assert not as_array(out).any() and np.isneginf(as_array(lse)).all()
 
 
-@BOTH
 def test_packed_pages_of_no_sequences(kind):
     """Rows beyond the last entry of cu_seqlens_q belong to no sequence: they are 0."""
     q, pages = torch.randn(3, 4, 16), torch.randn(5, 8, 2, 16)
     given = dict(q=q, k=pages, v=pages, cu_seqlens_q=START, cu_seqlens_k=None, seqused_k=NONE)
     given |= dict(block_table=torch.zeros(0, 3, dtype=torch.int32))
-    out, lse = tilewise.attention_varlen(**as_arrays(kind, given), return_lse=True)
-    assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()
+    out, lse = tilewise.attention_varlen(**of_kind(kind, given), return_lse=True)
+    assert not as_array(out).any() and np.isneginf(as_array(lse)).all()
 
 
-@BOTH
 @pytest.mark.parametrize("columns", [4, 0])
 def test_rotary_tables_without_elements(kind, columns):
     """Tables without positions are too short for any row; tables without columns rotate nothing."""
@@ -95,12 +101,12 @@ def test_rotary_tables_without_elements(kind, columns):
     rotary = dict(rotary_cos=table, rotary_sin=table)
     if rows == 0:
         with pytest.raises(ValueError, match="rotary_cos has 0 rows, but must have 4"):
-            tilewise.attention_with_kvcache(**as_arrays(kind, given | rotary))
+            tilewise.attention_with_kvcache(**of_kind(kind, given | rotary), check=True)
         assert not cache.any()
         return
-    got = tilewise.attention_with_kvcache(**as_arrays(kind, given | rotary))
-    want = tilewise.attention_with_kvcache(**as_arrays(kind, given))
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    got = tilewise.attention_with_kvcache(**of_kind(kind, given | rotary))
+    want = tilewise.attention_with_kvcache(**of_kind(kind, given))
+    np.testing.assert_array_equal(as_array(got), as_array(want))
 
 
 def test_options_of_no_sequences_keep_their_checks():

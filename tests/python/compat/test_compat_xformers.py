@@ -174,11 +174,12 @@ def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 def assert_as_good(
     given: list[Tensor], tensors: list[Tensor], mask: Tensor, scale: float = 0.25
 ) -> None:
-    """At most twice the error of dense attention (gradients: three times), plus a few roundings."""
+    """At most twice the error of dense attention (gradients: three times), which rounds differently
+    on each device, or 1e-6 of the largest value (gradients: 3e-6)."""
     truth, dense = (plain(tensors, mask, x, scale) for x in (torch.float64, torch.float32))
     for i, (ours, other, right) in enumerate(zip(given, dense, truth, strict=True)):
-        floor = 4 * torch.finfo(torch.float32).eps * float(right.abs().max())
-        bound = (3.0 if i else 2.0) * float((other.double() - right).abs().max()) + floor
+        floor = (3e-6 if i else 1e-6) * float(right.abs().max())
+        bound = max((3.0 if i else 2.0) * float((other.double() - right).abs().max()), floor) + 1e-7
         assert float((ours.cpu().double() - right).abs().max()) <= bound
 
 

@@ -58,7 +58,7 @@ def test_layouts_agree():
     options = dict(heads_kv=3, smooth=True, rotate=True)
     got = tilewise.quantize_fp8(x.transpose(1, 2), layout="bhsd", **options)
     want = tilewise.quantize_fp8(x, **options)
-    assert devices.equal(got.data.transpose(1, 2).view(torch.uint8), want.data.view(torch.uint8))
+    assert devices.equal(got.data.transpose(1, 2), want.data)
     assert devices.equal(got.descale, want.descale)
     assert devices.equal(got.mean.transpose(1, 2), want.mean)
 
@@ -104,13 +104,15 @@ def test_errors_of_outliers_against_double_precision():
     assert min(plain, smooth) > 0.05 and max(rotate, both) < 0.05
 
 
-def test_the_example_prints_its_table(capsys):
+def test_the_example_prints_the_table_of_the_page(capsys):
+    """Up to one unit of the last digit, which depends on the instruction set."""
     float8_error.main()
     lines = capsys.readouterr().out.splitlines()
-    table = (ROOT / "docs" / "numerics.md").read_text()
+    page = (ROOT / "docs" / "numerics.md").read_text()
     for name, line in zip(float8_error.INPUTS, lines[2:], strict=True):
-        cells = " | ".join([name, *line[len(name) :].split()])
-        assert f"| {cells} |" in table, line
+        row = next(x for x in page.splitlines() if x.startswith(f"| {name} |"))
+        stated = [float(cell) for cell in row.split("|")[2:-1]]
+        assert [float(x) for x in line[len(name) :].split()] == pytest.approx(stated, abs=1.1e-3)
 
 
 @pytest.mark.tensors
@@ -126,7 +128,7 @@ def test_it_can_be_compiled():
     x = draw(2, 5, 4, 16)
     call = lambda x: tilewise.quantize_fp8(x, heads_kv=2, smooth=True, rotate=True)  # noqa: E731
     got, want = torch.compile(call, backend="eager", fullgraph=True)(x), call(x)
-    assert devices.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+    assert devices.equal(got.data, want.data)
     assert devices.equal(got.descale, want.descale)
 
 

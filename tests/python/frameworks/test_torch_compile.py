@@ -329,6 +329,9 @@ TANGENTS = {
 
 @pytest.mark.parametrize(("call", "way"), [("keys", "vmap"), ("varlen", "dual")])
 def test_tangents_are_the_same_compiled(call, way):
+    if way == "dual" and torch.__version__ < "2.13":
+        pytest.skip("dual tensors inside a compiled function need PyTorch 2.13")
+
     def run(*tensors):
         return TANGENTS[way](WITH_TANGENTS[call], *tensors)
 
