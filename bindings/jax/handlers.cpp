@@ -149,7 +149,8 @@ ffi::Error run(std::type_identity_t<Pass<Structs...>> pass, const Device& device
   Problem problem;
   ffi::Error error = restore_problem(device, description, buffers, problem);
   std::tuple<Structs...> structs{};
-  const auto restore_next = [&](const auto& from, auto& to) {
+  // gcc 12 does not count the use in an empty expansion.
+  [[maybe_unused]] const auto restore_next = [&](const auto& from, auto& to) {
     if (error.success()) error = restore(from.words, from.pointers, buffers, to);
   };
   (restore_next(attributes, std::get<Structs>(structs)), ...);

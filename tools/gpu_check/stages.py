@@ -24,7 +24,7 @@ from .shapes import DTYPES
 
 # Random problems per dtype, with a forced tile table and with the GPU's own choice. The latter are
 # 12,000 in total: those of three dtypes over any kernels and, on Hopper, of two dtypes over wgmma.
-RANDOM = ("160", "2400")
+RANDOM = ("80", "1200")
 # Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
 # with the oracle or its sums from run to run. Other tests do not depend on the table.
 FORCED_TESTS = tuple(
@@ -169,11 +169,12 @@ def is_green(found: Report) -> bool:
     return found.get("passed", 0) > 0 and not found.get("failed") and not found.get("not_run")
 
 
-def failed_tests(found: Report) -> list[str]:
-    """The failed tests of a tile table whose other tests all passed; none if that is not known."""
+def tests_left(found: Report) -> list[str]:
+    """The failed tests of a tile table and those that did not run; none if they are not known."""
     failures = [f["test"] for f in found.get("failures", [])]
-    known = len(failures) == found.get("failed", 0) and not found.get("not_run")
-    return failures if known else []
+    left = found.get("left", [])
+    known = len(failures) == found.get("failed", 0) and len(left) == found.get("not_run", 0)
+    return failures + left if known else []
 
 
 def shared_out(setup: Setup) -> tuple[int, int]:
@@ -188,8 +189,8 @@ def shared_out(setup: Setup) -> tuple[int, int]:
 
 def tests(setup: Setup, limit: float) -> Report:
     """The test suite on the GPU, and the tests that call kernels directly again per forced tile
-    table. A resumed run keeps what passed: of a tile table whose tests all ran, only the failed
-    ones run again. A table whose family has not changed since its tests passed keeps that result.
+    table. A resumed run keeps what passed, and runs only tests that failed or did not run. A table
+    whose family has not changed since its tests passed keeps that result.
     """
     shares = []
     setup.launch_list.mkdir(parents=True, exist_ok=True)
@@ -210,7 +211,7 @@ def tests(setup: Setup, limit: float) -> Report:
         if name != "native":
             own = UNPROVED_TESTS if name == UNPROVED else ()
             count, arguments = per_table, ["-m", "abi", *(setup.pytest or (*FORCED_TESTS, *own))]
-        again = failed_tests(report[name])
+        again = tests_left(report[name])
         env = setup.python("" if name == "native" else name.removeprefix("forced-"))
         env["TILEWISE_TEST_EXAMPLES_PER_DTYPE"] = RANDOM[name == "native"]
         env["TILEWISE_LAUNCH_LIST"] = str(setup.launch_list)
@@ -223,15 +224,17 @@ def tests(setup: Setup, limit: float) -> Report:
         of_suite = [s for s in shares if s.name == name]
         found = suite.counts(of_suite)
         say(f"  {name}: {suite.summary(found)}")
-        before = report[name] if failed_tests(report[name]) else {}
+        before = report[name] if tests_left(report[name]) else {}
         report[name] = {n.replace(" ", "_"): count for n, count in found.items()}
         if before:
-            report[name]["run_again"] = before["failed"]
+            report[name]["run_again"] = before["failed"] + before.get("run_again", 0)
             report[name]["passed"] = found["passed"] + before["passed"]
             report[name]["skipped"] = found["skipped"] + before["skipped"]
         served = sum((s.served for s in of_suite), Counter(before.get("served", {})))
         report[name]["served"] = dict(sorted(served.items()))
         report[name]["failures"] = suite.failures(of_suite)
+        if left := suite.left(of_suite):
+            report[name]["left"] = left
         report[name]["skips"] = before.get("skips") or suite.skips(of_suite)
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")

@@ -118,6 +118,13 @@ def counts(shares: list[Share]) -> Counter:
     return found
 
 
+def left(shares: list[Share]) -> list[str]:
+    """The tests without an outcome; none if a process ended before it had collected its tests."""
+    if not all(s.tests for s in shares):
+        return []
+    return sorted(test for s in shares for test in set(s.tests) - set(s.outcomes))
+
+
 def run_shares(shares: list[Share], *, limit: float, each: float) -> None:
     """Runs all shares in parallel, with at most `each` seconds per test."""
     begin = spoken = time.monotonic()

@@ -145,7 +145,9 @@ def test_gpu_older_than_the_code_of_the_library():
     code = [{"table": 0, "sm": sm, "ptx": sm == 75} for sm in (75, 80, 90, 75)]
     versions = {"runtime": "13.0", "driver": "13.0", "driver_release": None}
     found = {"device": {"gpus": [device], "no_gpu": ""}, "cuda_code": code, "cuda": versions}
+    found["proofs"] = [{"state": "cuda.tcgen05 on GPU: off"}]
     lines = [line.strip() for line in doctor.gpu_lines(found)]
     assert "NOT USED: this library has no code for sm_61, only for sm_75, sm_80, sm_90" in lines
+    assert "cuda.tcgen05 on GPU: off" in lines
     device["plain_cores"] = True
     assert not any("NOT USED" in line for line in doctor.gpu_lines(found))

@@ -143,10 +143,12 @@ def test_the_stage_prove_reports_what_doctor_says(output, tmp_path, monkeypatch)
     assert stages.prove(Setup(tmp_path, 4, "90"), 10)["passed"] and len(called) == 1
 
 
-def table(passed: int, failed: tuple[str, ...] = (), not_run: int = 0) -> dict:
+def table(
+    passed: int, failed: tuple[str, ...] = (), not_run: int = 0, left: tuple[str, ...] = ()
+) -> dict:
     failures = [{"test": t, "text": ""} for t in failed]
     return {"passed": passed, "failed": len(failed), "skipped": 5, "not_run": not_run,
-            "failures": failures, "skips": {}}  # fmt: skip
+            "failures": failures, "left": list(left), "skips": {}}  # fmt: skip
 
 
 def test_first_run_runs_everything(tmp_path, started):
@@ -174,6 +176,21 @@ def test_resumed_run_repeats_failures_and_adds_up(tmp_path, started):
     assert report["native"]["served"] == {"cuda.simt.forward": 5, "cuda.wgmma.forward": 10}
     assert report["forced-80"] == earlier["forced-80"]
     assert report["passed"]
+
+
+def test_resumed_run_goes_on_where_the_time_ended(tmp_path, started):
+    earlier = {"native": table(7, ("a::x",), 2, ("a::y", "a::z")), "forced-80": table(4)}
+    report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
+    assert sorted(started["arguments"]["native"]) == ["a::x", "a::y", "a::z"]
+    assert report["native"]["run_again"] == 1 and "left" not in report["native"]
+    assert report["native"]["passed"] > 7 and report["native"]["not_run"] == 0
+
+
+def test_tests_without_an_outcome_are_named(tmp_path):
+    share = suite.Share("native", 0, 2, tmp_path, {}, [], tests=["b", "a", "c"])
+    share.outcomes["c"] = "passed", ""
+    assert suite.left([share]) == ["a", "b"]
+    assert suite.left([share, suite.Share("native", 1, 2, tmp_path, {}, [])]) == []
 
 
 def test_tables_of_an_unchanged_family_keep_their_tests(tmp_path, started):
