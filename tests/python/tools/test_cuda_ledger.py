@@ -63,13 +63,12 @@ def test_mangled_name_is_parsed():
     assert tool.key_of(SMALL, 90).cells()[-2:] == ["192x128", "plain-small"]
     usual = tool.key_of(SMALL.replace("TileSizeE1", "TileSizeE0").replace("Li192", "Li128"), 90)
     assert usual.cells()[-2:] == ["128", "plain"]
-    general = tool.key_of(FORWARD.replace("FormE0E", "FormE1E"), 90)
-    assert general == replace(key, form="general")
-    paged = FORWARD.replace("LNS1_4FormE0E", "LNS0_4FormE2ELNS1_5PhaseE1E")
-    assert tool.key_of(paged, 90) == replace(key, form="paged-decode")
-    for number, name in ((3, "tma"), (4, "tma-paged")):
-        other = tool.key_of(paged.replace("FormE2E", f"FormE{number}E"), 90)
-        assert other == replace(key, form=f"{name}-decode")
+    for number, name in ((1, "general"), (2, "masked")):
+        other = tool.key_of(FORWARD.replace("FormE0E", f"FormE{number}E"), 90)
+        assert other == replace(key, form=name)
+    for number, name in ((2, "masked"), (3, "paged"), (4, "tma"), (5, "tma-paged")):
+        phase = FORWARD.replace("LNS1_4FormE0E", f"LNS0_4FormE{number}ELNS1_5PhaseE1E")
+        assert tool.key_of(phase, 90) == replace(key, form=f"{name}-decode")
     float8 = FORWARD.replace("3F16E", "4E4M3E")
     assert tool.key_of(float8, 90) == replace(key, element="E4M3")
     assert tool.key_of(ROWS, 75) == tool.Key(75, "simt", "backward_rows", "-", "BF16", 512, 0, "-")
