@@ -39,7 +39,8 @@ FORCED_TESTS = tuple(
 UNPROVED_TESTS = ("tests/python/gpu/test_tcgen05.py",)
 # Tests of the benchmark scripts, which need no GPU.
 TESTS_WITHOUT_GPU = tuple(
-    f"tests/python/tools/test_{name}.py" for name in ("cli_bench", "bench_gpu", "bench_masks")
+    f"tests/python/tools/test_{name}.py"
+    for name in ("cli_bench", "bench_derivatives", "bench_gpu", "bench_masks")
 )
 
 
