@@ -140,6 +140,24 @@ def out_dtype(given: Any, dtype: Any, dtypes: dict[str, Any]) -> int:
     raise TypeError(f"out_dtype is {given!r}, but must be {allowed}")
 
 
+def computed_out_dtype(request: Any, q: Any, dtypes: dict[str, Any]) -> int:
+    """The tilewise_out_dtype in which the forward computes out, which may be rounded afterwards.
+
+    It is ``out_dtype``, or float32 where precise_backward keeps the out of 16-bit inputs.
+    """
+    given = out_dtype(request.out_dtype, q.dtype, dtypes)
+    if not flag("precise_backward", request.precise_backward) or q.dtype == dtypes["float32"]:
+        return given
+    differentiable(q)
+    return _abi.OUT_DTYPES["float32"]
+
+
+def out_dtype_name(number: int, dtype: Any) -> str:
+    """The name of the dtype of a tilewise_out_dtype, where q has ``dtype``."""
+    names = {each: name for name, each in _abi.OUT_DTYPES.items()}
+    return names.get(number, "bfloat16" if is_float8(dtype) else str(dtype))
+
+
 def bound(name: str, value: int | None) -> int:
     """An optional upper bound of the sequence lengths; 0 stands for an unknown one."""
     if value is None:

@@ -45,10 +45,8 @@ class _Problem(NamedTuple):
 
     def new_out(self) -> Array:
         """An empty array for out, or for its tangent."""
-        dtypes = _out_dtypes(self.q.dtype)
-        names = {number: name for name, number in _abi.OUT_DTYPES.items()}
-        default = "bfloat16" if _check.is_float8(self.q.dtype) else str(self.q.dtype)
-        dtype = dtypes[names.get(self.attention.out_dtype, default)]
+        name = _check.out_dtype_name(self.attention.out_dtype, self.q.dtype)
+        dtype = _out_dtypes(self.q.dtype)[name]
         return _new_rows((*self.q.shape[:-1], self.v.shape[-1]), dtype, self.heads_first)
 
 

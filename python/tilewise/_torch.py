@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _abi, _autograd, _check, _max_logits, _ops, _plain
+from . import _autograd, _check, _max_logits, _ops, _plain
 from . import _flops as _flops  # registers the counts of FLOPs
 from ._mask_tensors import with_mask
 from ._ops import contiguous_columns
@@ -242,23 +242,9 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
-        out_dtype=_out_dtype(request, q),
+        out_dtype=_check.computed_out_dtype(request, q, _FLOATS),
         **numbers,
     )
-
-
-def _out_dtype(request: Request, q: Tensor) -> int:
-    """The tilewise_out_dtype of the out that the operator returns."""
-    given = _check.out_dtype(request.out_dtype, q.dtype, _FLOATS)
-    return _abi.OUT_DTYPES["float32"] if _is_precise(request, q) else given
-
-
-def _is_precise(request: Request, q: Tensor) -> bool:
-    """Whether the backward needs a float32 out that the forward does not write otherwise."""
-    if not _check.flag("precise_backward", request.precise_backward) or q.dtype == torch.float32:
-        return False
-    _check.differentiable(q)
-    return True
 
 
 def with_descale(

@@ -66,7 +66,7 @@ def attention(
             float8_e4m3fn it is bfloat16 (None), float16 or float32.
         precise_backward: Keep out in float32 for the backward, 4 bytes per element, where q has 16
             bits. Gradients of rows whose softmax is saturated then lose no digits to the rounding
-            of out (docs/numerics.md). PyTorch tensors only.
+            of out (docs/numerics.md). Not for arrays, which have no autograd.
         q_descale: float32 [batch or 1, heads_kv or 1]: factor of q of dtype torch.float8_e4m3fn,
             the same for all query heads that share a head of k and v. None is 1.
         layout: "bshd" or "bhsd", of q, k, v and out.

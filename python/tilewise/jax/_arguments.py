@@ -17,6 +17,7 @@ from ._problem import Problem
 Arrays = dict[str, Any]
 
 _FLOATS = ("float32", "float16", "bfloat16")
+_OUT_DTYPES = {name: jnp.dtype(name) for name in _FLOATS}
 
 
 def as_array(name: str, value: Any) -> jax.Array:
@@ -175,6 +176,7 @@ def problem(
     scale = _scale(request.scale, q.shape[-1], arrays)
     fields = OptionalFields(
         scale=scale,
+        out_dtype=_check.computed_out_dtype(request, q, _OUT_DTYPES),
         **numbers,
     )
     options = tuple(name for name in arrays if name not in ("q", "k", "v"))

@@ -22,6 +22,7 @@ def attention(
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     layout: str = "bshd", mask: Any = None, return_max_logits: bool = False,
+    out_dtype: Any = None, precise_backward: bool = False,
 ) -> Any:  # fmt: skip
     """``tilewise.attention`` on JAX arrays: exact attention of equal-length sequences.
 
@@ -31,6 +32,7 @@ def attention(
         q: Queries: a jax.Array or a NumPy array, also while JAX traces. So are k, v and options.
         k: Keys.
         v: Values.
+        out_dtype: As there: a dtype of NumPy or JAX, or its name.
         dropout_seed: Decides which weights dropout_p drops, and must be given with it: an integer
             from 0 to 2**64 - 1, a traced integer, or a key of jax.random. The same seed gives the
             same bits; the bits of a row depend on its position in the batch.
@@ -38,7 +40,8 @@ def attention(
     Returns:
         out; with return_lse also lse, and with return_max_logits also max_logits. out and lse have
         derivatives, also in forward mode and second ones: those of q, k, v, bias, sinks and a
-        scale that is an array.
+        scale that is an array. The tangent of out has its dtype, and its gradient is rounded to the
+        dtype of q where out is float32.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -58,6 +61,7 @@ def attention(
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype, precise_backward,
     )  # fmt: skip
     problem = _arguments.problem(arrays, q.shape[0], request, dropout_seed, heads_first)
     return _results(request, problem, arrays)
@@ -72,6 +76,7 @@ def attention_varlen(
     dropout_seed: Any = None, return_lse: bool = False, deterministic: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
     v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
+    out_dtype: Any = None, precise_backward: bool = False,
 ) -> Any:  # fmt: skip
     """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
 
@@ -112,6 +117,7 @@ def attention_varlen(
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype, precise_backward,
     )  # fmt: skip
     problem = _arguments.problem(
         arrays, batch, request, dropout_seed, max_seqlen_q=rows, max_seqlen_k=keys
@@ -126,7 +132,7 @@ def attention_with_kvcache(
     window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None,
+    v_descale: Any = None, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of new queries to all keys in a cache, which the call only reads.
 
@@ -168,7 +174,7 @@ def attention_with_kvcache(
             rows, _ = _check.bounds_of_bias(full.shape, rows, capacity)
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale,
+        False, batch_invariant, k_descale, v_descale, out_dtype=out_dtype,
     )  # fmt: skip
     problem = _arguments.problem(
         arrays, batch, request, max_seqlen_q=rows, num_splits=_check.split_count(num_splits)
@@ -181,4 +187,8 @@ def _results(request: Request, problem: Problem, arrays: dict[str, Any]) -> Any:
     _check.flag("return_lse", request.return_lse)
     with_max_logits = _check.flag("return_max_logits", request.return_max_logits)
     results = _autodiff.attend(problem, with_max_logits, arrays)
-    return request.results(results["out"], results["lse"], results.get("max_logits"))
+    out = results["out"]
+    if request.precise_backward and request.out_dtype != jnp.dtype("float32"):
+        # JAX keeps the float32 out for the backward, and the gradient of the rounded one is exact.
+        out = out.astype(arrays["q"].dtype)
+    return request.results(out, results["lse"], results.get("max_logits"))

@@ -12,8 +12,9 @@ primitive       its tangents                                           their tra
 
 JAX makes a reverse mode out of a forward mode: it calls the rule for tangents and transposes what
 that computes. So ``JVP`` runs only in forward mode, and ``JVP_OF_JVP``, for which there is no
-kernel, never runs. All derivatives are total: the operands out, lse and lse_low depend on the
-inputs, so nothing flows back through them.
+kernel, never runs. Gradients of out and of its tangent are factors of products with q, k and v, so
+they are rounded to the dtype of q where out is float32. All derivatives are total: the operands
+out, lse and lse_low depend on the inputs, so nothing flows back through them.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _jvp_transpose(
     cotangents: Any, *operands: Any, problem: Problem, given: Names, **_: Any
 ) -> Any:
     arrays = _given(problem, given, operands)
-    incoming = _cotangents(("dout", "dlse"), cotangents)
+    incoming = _cotangents(arrays, ("dout", "dlse"), cotangents)
     moved = _linear(arrays, tangent_of)
     grads = bind(BACKWARD, problem, _state(problem, arrays) | incoming, moved)
     return _spread(arrays, grads, tangent_of)
@@ -157,7 +158,7 @@ def _backward_transpose(
     arrays = _given(problem, given, operands)
     state = _state(problem, arrays)
     changes = bind(JVP, problem, state | _along(arrays, wanted, cotangents), _TANGENTS)
-    results = {"dout": changes["out_tangent"], "dlse": changes["lse_tangent"]}
+    results = _of_cotangents(arrays, changes)
     return [results.get(name) for name in arrays]
 
 
@@ -174,8 +175,7 @@ def _second_transpose(
     along |= {n: arrays[n] for n in ("dout_tangent", "dlse_tangent") if n in arrays}
     moved = _linear(arrays, tangent_of)
     grads = bind(SECOND, problem, along, moved) if moved else {}
-    results = {"dout": changes["out_tangent"], "dlse": changes["lse_tangent"]}
-    return _spread(arrays, grads, tangent_of, results)
+    return _spread(arrays, grads, tangent_of, _of_cotangents(arrays, changes))
 
 
 def _jvp_of_jvp_transpose(
@@ -184,16 +184,22 @@ def _jvp_of_jvp_transpose(
     arrays = _given(problem, given, operands)
     moved = _linear(arrays, direction_of)
     known = {name: x for name, x in arrays.items() if not ad.is_undefined_primal(x)}
-    incoming = _cotangents(("dout_tangent", "dlse_tangent"), cotangents)
+    incoming = _cotangents(arrays, ("dout_tangent", "dlse_tangent"), cotangents)
     grads = bind(SECOND, problem, known | incoming, moved)
     return _spread(arrays, grads, direction_of)
 
 
-def _cotangents(names: tuple[str, str], values: Any) -> Arrays:
+def _cotangents(arrays: Arrays, names: tuple[str, str], values: Any) -> Arrays:
     """The cotangents of out and lse, or of their tangents, by name. That of lse may be absent."""
     of_out, of_lse = values
-    given = {names[0]: ad.instantiate_zeros(of_out)}
+    given = {names[0]: ad.instantiate_zeros(of_out).astype(arrays["q"].dtype)}
     return given if isinstance(of_lse, ad.Zero) else given | {names[1]: of_lse}
+
+
+def _of_cotangents(arrays: Arrays, changes: Arrays) -> Arrays:
+    """The cotangents of dout and dlse, which are the tangents of out and lse."""
+    of_dout = changes["out_tangent"].astype(arrays["q"].dtype)
+    return {"dout": of_dout, "dlse": changes["lse_tangent"]}
 
 
 def _along(arrays: Arrays, wanted: Names, cotangents: Any) -> Arrays:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilewise import _abi, _describe
-from tilewise._check import is_float8
+from tilewise import _abi, _check, _describe
 from tilewise._describe import OptionalFields, View
 from tilewise._library import c_library
 
@@ -103,7 +102,8 @@ def _result_shape(problem: Problem, given: Shapes, name: str) -> Shape:
         return _gradient_shape(given, name)
     q = given["q"].shape
     if plain_name(name) == "out":
-        return Shape((*q[:-1], given["v"].shape[-1]), given["q"].dtype)
+        dtype = _check.out_dtype_name(problem.numbers.out_dtype, given["q"].dtype)
+        return Shape((*q[:-1], given["v"].shape[-1]), np.dtype(dtype))
     rows, heads = (-2, -3) if problem.heads_first else (-3, -2)
     if name == "max_logits":
         starts = given.get("cu_seqlens_q")
@@ -178,7 +178,7 @@ def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: 
     optional = problem.numbers._replace(
         **arrays,
         bias_dtype=0 if bias is None else _abi.DTYPES[str(bias.dtype)],
-        kv_float8=is_float8(given["k"].dtype),
+        kv_float8=_check.is_float8(given["k"].dtype),
     )
     dtype = _abi.DTYPES[str(given["q"].dtype)]
     a = _describe.attention(views["q"], views["k"], views["v"], dtype, optional, (device, 0))

@@ -39,6 +39,14 @@ CASES = {
         "bf16", rows=(17,) * 2, keys=(30,) * 2, heads_kv=2, head_dim=16, bias="hr",
         bias_own_dtype=True, scale=0.2,
     ),
+    "fp16, float32 out, bias": Case(
+        "fp16", rows=(21,) * 2, keys=(26,) * 2, heads_kv=2, group=2, head_dim=32, bias="h",
+        sinks=True, softcap=4.0, float32_out=True, dlse=True,
+    ),
+    "bf16, float32 out, packed": Case(
+        "bf16", rows=(7, 20), keys=(9, 33), varlen_q=True, varlen_k=True, heads_kv=2, head_dim=16,
+        head_dim_v=24, window=(-1, 0), float32_out=True,
+    ),
     "dropout, bias per batch, scale": Case(
         rows=(21,) * 3, keys=(40,) * 3, heads_kv=2, head_dim=8, bias="b", dropout_p=0.3,
         dropout_state=True, scale=0.3, scale_ptr=True, dlse=True,
@@ -104,6 +112,8 @@ def arguments(case):
     leaves = {name: to_jax(x) for name, x in arrays.items() if x is not None}
     leaves["scale"] = jnp.float32(built.scale)
     options = dict(window=case.window, softcap=case.softcap)
+    if case.float32_out:
+        options["out_dtype"] = jnp.float32
     if built.slopes is not None:
         options["alibi_slopes"] = to_jax(built.slopes)
     if case.dropout_p:
@@ -122,10 +132,11 @@ def test_oracle(name):
     run = jax.jit(lambda leaves: attend(**leaves, **options, return_lse=True))
     (out, lse), pullback = jax.vjp(run, leaves)
     dlse = jnp.zeros_like(lse) if built.dlse is None else to_jax(built.dlse)
-    (grads,) = jax.jit(pullback)((to_jax(built.dout), dlse))
+    (grads,) = jax.jit(pullback)((to_jax(built.dout).astype(out.dtype), dlse))
     want = built.expected()
     yard = yard_of(built, want)
-    assert out.dtype == leaves["q"].dtype and lse.dtype == jnp.float32
+    assert out.dtype == (jnp.float32 if case.float32_out else leaves["q"].dtype)
+    assert lse.dtype == jnp.float32
     check_out(to_float64(out, 3), want, case.dtype, yard, name)
     check_lse(heads_last(lse), want.lse, case.dtype, yard, name)
     got = {n: to_float64(g, 3) if n in "qkv" else np.asarray(g, float) for n, g in grads.items()}
@@ -358,6 +369,8 @@ REFUSED = {
     "window": (dict(window=3), ValueError, "window is 3, but must be a pair"),
     "sinks": (dict(sinks=jnp.zeros(3)), ValueError, r"sinks has shape \[3\], but must be \[4\]"),
     "layout": (dict(layout="sbhd"), ValueError, "layout is 'sbhd', but must be"),
+    "out_dtype": (dict(out_dtype="float16"), TypeError, "out_dtype is 'float16', but must be None"),
+    "precise": (dict(precise_backward="yes"), TypeError, "precise_backward is .yes., but must"),
     "descale": (dict(k_descale=jnp.ones((1, 1))), ValueError, "belongs to float8_e4m3 keys"),
 }  # fmt: skip
 

@@ -166,14 +166,15 @@ def test_hessians_equal_plain_jax(use):
     check(got, *plain_and_exact(NESTED[use], x, t))
 
 
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bits(dtype):
+def test_16_bits(dtype, out_dtype):
     """Tangents have at most the error of plain JAX, second derivatives three times as much."""
     x, t = problem(dtype, 33, 40, (32, 16))
     unit = float(jnp.finfo(dtype).eps) / 2
     for use, factor in (("jvp", 1.0), ("jvp of grad", 3.0), ("grad of grad", 3.0)):
         run, _ = USES[use]
-        got = jax.jit(partial(run, partial(ours, **OPTIONS)))(x, t)
+        got = jax.jit(partial(run, partial(ours, **OPTIONS, out_dtype=out_dtype)))(x, t)
         check(got, *plain_and_exact(run, x, t), factor, unit)
 
 
@@ -206,6 +207,8 @@ EVERY_OPTION = {
     "alibi": partial(heads_first, alibi_slopes=SLOPES, causal=True),
     "mask": partial(ours, mask=tilewise.masks.Ranges([[0, 5], [2, 5]], [[0, 3], [4, 7]])),
     "lengths": lengths,
+    "out_dtype": partial(ours, out_dtype=jnp.float32, softcap=2.0),
+    "precise_backward": partial(packed, precise_backward=True, window=(3, 2)),
 }
 TOLERANCE = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
@@ -217,7 +220,7 @@ def test_adjoint_and_symmetric(name, dtype):
     forward over reverse and H z reverse over reverse."""
     f = EVERY_OPTION[name]
     x, y = problem(dtype)
-    if name == "packed":
+    if getattr(f, "func", None) is packed:
         x, y = ((*a[:3], *random((4, 7, 9), seed=5 + i), *a[4:]) for i, a in enumerate((x, y)))
     z = jax.tree.map(lambda a: jnp.flip(a) + 0.25, y)
 

@@ -120,6 +120,28 @@ def test_max_logits(spec):
 
 
 @two_devices
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+@pytest.mark.parametrize("option", [dict(out_dtype="float32"), dict(precise_backward=True)])
+def test_float32_out(option, spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    inputs = random((2, 10, 4, 16), (2, 10, 2, 16), dtype=jnp.bfloat16)
+    cut = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in inputs]
+    attend = lambda q, k: tj.attention(q, k, k, causal=True, **option)  # noqa: E731
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+
+    def derivatives(attend, q, k):
+        loss = lambda q, k: (attend(q, k).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1))(q, k), jax.jvp(attend, (q, k), (jnp.cos(q), jnp.sin(k)))
+
+    want = jax.jit(partial(derivatives, attend))(*inputs)
+    assert want[1][0].dtype == option.get("out_dtype", "bfloat16")
+    assert same(jax.jit(partial(derivatives, sharded))(*inputs), want, 2**-6)
+    compiled = jax.jit(partial(derivatives, attend)).lower(*cut).compile()
+    assert " all-gather(" not in compiled.as_text()
+    assert same(compiled(*cut), want, 2**-6)
+
+
+@two_devices
 @pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
 def test_jit_of_sharded_heads(option):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

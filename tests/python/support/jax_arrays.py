@@ -20,10 +20,15 @@ def random(*shapes, dtype=jnp.float32, seed=3):
     return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
 
 
-def same(got, want):
-    """Whether the bits are equal; on a GPU, where plans depend on the batch, nearly."""
+def same(got, want, bound=None):
+    """Whether the bits are equal; on a GPU, where plans depend on the batch, nearly: by default
+    within what the dtype of each array allows."""
     if ON_GPU:
-        jax.tree.map(lambda a, b: close(a, b, 2**-7 if a.dtype.itemsize < 4 else 1e-5), got, want)
+
+        def compare(a, b):
+            close(a, b, bound or (2**-7 if a.dtype.itemsize < 4 else 1e-5))
+
+        jax.tree.map(compare, got, want)
         return True
     return jax.tree.all(jax.tree.map(np.array_equal, got, want))
 
