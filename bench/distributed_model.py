@@ -85,7 +85,7 @@ def cut_of(problem: Problem, world: int) -> DenseCut:
 def shape_of(heads: int, heads_kv: int) -> Shape:
     """A differentiable call of one sequence on GPUs."""
     return Shape(
-        1, (heads, heads_kv), (HEAD_DIM, HEAD_DIM), (BYTES, BYTES), torch.device("cuda"), True
+        1, (heads, heads_kv), (HEAD_DIM, HEAD_DIM), (BYTES,) * 3, torch.device("cuda"), True
     )
 
 

@@ -12,6 +12,7 @@ from . import _autograd, _check, _max_logits, _ops, _plain
 from . import _flops as _flops  # registers the counts of FLOPs
 from ._mask_tensors import with_mask
 from ._ops import contiguous_columns
+from ._options import out_dtype_of
 from ._request import Request, Sequences
 
 Result: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -60,9 +61,9 @@ def _forward(prepared: Prepared, request: Request) -> tuple[Tensor, Tensor, Tens
         out, lse, max_logits = _max_logits.forward(*prepared)
     else:
         out, lse = _ops.forward(*prepared)
-    if request.precise_backward and request.out_dtype != torch.float32:
+    if request.precise_backward:
         # Autograd keeps the float32 out, and the gradient of the rounded one is exact in float32.
-        out = out.to(prepared[0].dtype)
+        out = out.to(returned_dtype(prepared[0], request))
     return out, lse, max_logits
 
 
@@ -245,6 +246,11 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
         out_dtype=_check.computed_out_dtype(request, q, _FLOATS),
         **numbers,
     )
+
+
+def returned_dtype(q: Tensor, request: Request) -> torch.dtype:
+    """The dtype of the out that the caller gets, after the checks."""
+    return out_dtype_of(q, _ops.Options()) if request.out_dtype is None else request.out_dtype
 
 
 def with_descale(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._options import WANT_K, WANT_Q, WANT_V, Options
+from .._options import WANT_K, WANT_Q, WANT_V, Options, out_dtype_of
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
 from .keys import TILE_ROWS, Call, KeyPlan, Sums, groups_of, place
@@ -63,7 +63,7 @@ class AllGather:
         batch, rows, heads, _ = q.shape
         count = self._groups(q, k)
         each, each_kv = heads // count, k.shape[2] // count
-        out = q.new_empty((batch, rows, heads, v.shape[3]))
+        out = q.new_empty((batch, rows, heads, v.shape[3]), dtype=out_dtype_of(q, options))
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         parts: list[Tensor] = []  # lse as the backward takes it, per group and call
 

@@ -27,7 +27,7 @@ def attention(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, reduce_replicated: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None, reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of one batch of sequences whose rows are sharded across a group.
 
@@ -47,9 +47,8 @@ def attention(
             rows of the mesh exchange keys ("allgather" or "ring").
         method: "ulysses" exchanges rows for heads, "allgather" gathers all keys and values, "auto"
             chooses the one of them with the lower predicted time (see ``explain``). "ring"
-            computes over the keys of one rank after another, which needs less memory; on GPUs only
-            in float32. With a mesh of two dimensions: "ulysses+allgather", which is "auto", or
-            "ulysses+ring".
+            computes over the keys of one rank after another, which needs less memory. With a mesh
+            of two dimensions: "ulysses+allgather", which is "auto", or "ulysses+ring".
         layout: How the sequence is cut: "zigzag" or "contiguous".
         tensor_layout: "bshd" or "bhsd", of q, k, v and out: the layout of ``tilewise.attention``.
         scale: As in ``tilewise.attention``; a tensor gets this rank's part of its gradient.
@@ -63,12 +62,15 @@ def attention(
         v_descale: The same.
         mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
         return_max_logits: Return the largest logits of the whole sequence after out and lse.
+        out_dtype: As in ``tilewise.attention``, the same on all ranks; a gradient of out travels in
+            the dtype of q.
         reduce_replicated: Give scale, sinks and a replicated bias the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
     Returns:
-        This rank's rows of out; with return_lse also of lse, float32 [batch, heads_q, rows]; with
-        return_max_logits also max_logits, float32 [batch, heads_q], the same on all ranks.
+        This rank's rows of out, in out_dtype; with return_lse also of lse, float32 [batch, heads_q,
+        rows]; with return_max_logits also max_logits, float32 [batch, heads_q], the same on all
+        ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -78,6 +80,7 @@ def attention(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
     grid = grid_of(mesh, ranks)
@@ -102,7 +105,7 @@ def attention_varlen(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, reduce_replicated: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None, reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of packed sequences of different lengths, each sharded across ranks.
 
@@ -127,9 +130,9 @@ def attention_varlen(
         mask: One of ``tilewise.masks``, in which rows and keys are counted within a sequence.
 
     Returns:
-        This rank's rows of out [rows of this rank, heads_q, head_dim_v]; with return_lse also of
-        lse, float32 [heads_q, rows of this rank]; with return_max_logits also max_logits, float32
-        [sequences, heads_q], the same on all ranks.
+        This rank's rows of out [rows of this rank, heads_q, head_dim_v], in out_dtype; with
+        return_lse also of lse, float32 [heads_q, rows of this rank]; with return_max_logits also
+        max_logits, float32 [sequences, heads_q], the same on all ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -139,6 +142,7 @@ def attention_varlen(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
+        out_dtype,
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)
@@ -186,7 +190,7 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    foreign = ("check", "out_dtype", "precise_backward")
+    foreign = ("check", "precise_backward")
     known = [name for name in Request().arguments() if name not in foreign]
     for name in options:
         if name not in known:

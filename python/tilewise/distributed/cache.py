@@ -45,7 +45,7 @@ def attention_with_kvcache(
     cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
     sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
     check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None, return_max_logits: bool = False,
+    v_descale: Any = None, return_max_logits: bool = False, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of queries that all ranks have to a cache of which each rank has some keys.
 
@@ -78,10 +78,12 @@ def attention_with_kvcache(
         k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
         v_descale: The same for values.
         return_max_logits: Whether max_logits is returned.
+        out_dtype: As in ``tilewise.attention``, the same on all ranks. It is also the dtype of the
+            parts that are merged, so with float32 nothing is rounded.
 
     Returns:
-        out [B, Sq, Hq, Dv] in the dtype of q, the same on all ranks; with return_lse also lse,
-        float32 [B, Hq, Sq]; with return_max_logits also max_logits, float32 [B, Hq].
+        out [B, Sq, Hq, Dv] in out_dtype, the same on all ranks; with return_lse also lse, float32
+        [B, Hq, Sq]; with return_max_logits also max_logits, float32 [B, Hq].
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -97,7 +99,7 @@ def attention_with_kvcache(
             "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
             "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),
             "softcap": str(softcap), "sinks": str(sinks is not None),
-            "return_max_logits": str(return_max_logits),
+            "return_max_logits": str(return_max_logits), "out_dtype": str(out_dtype),
         })  # fmt: skip
 
     agree(ranks, "attention_with_kvcache", describe)
@@ -106,7 +108,7 @@ def attention_with_kvcache(
         cache_leftpad=cache_leftpad, block_table=block_table, scale=scale, softcap=softcap,
         sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
         tf32=tf32, check=check, batch_invariant=batch_invariant, k_descale=k_descale,
-        v_descale=v_descale, return_max_logits=return_max_logits,
+        v_descale=v_descale, return_max_logits=return_max_logits, out_dtype=out_dtype,
     )  # fmt: skip
     if ranks.world > 1:
         merged, lse = merge_parts(*_gathered(out, lse, ranks))

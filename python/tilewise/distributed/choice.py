@@ -39,7 +39,7 @@ def choose(p: Problem, method: str) -> Choice:
         return Choice(name, "the mesh has two dimensions", {}, {})
     shape = Shape(
         p.q.shape[0], p.heads, (p.q.shape[3], p.v.shape[3]),
-        (p.q.element_size(), p.k.element_size()), p.q.device,
+        (p.q.element_size(), p.k.element_size(), p.out_dtype.itemsize), p.q.device,
         p.differentiable, p.request.return_lse,
     )  # fmt: skip
     works = (("ulysses", ulysses_work), ("allgather", allgather_work), ("ring", ring_work))

@@ -206,7 +206,7 @@ class Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*state, bias, sinks, scale)
         ctx.method, ctx.options, ctx.return_lse = method, options, return_lse
-        ctx.shape, ctx.float8 = (out.shape, out.dtype, out.device), k.dtype == torch.uint8
+        ctx.shape, ctx.float8 = (out.shape, q.dtype, out.device), k.dtype == torch.uint8
         return (out, lse) if return_lse else out
 
     @staticmethod
@@ -225,6 +225,7 @@ class Attend(torch.autograd.Function):
         shape, dtype, device = ctx.shape
         if dout is None:
             dout = torch.zeros(shape, dtype=dtype, device=device)
+        dout = dout.to(dtype)  # that of out, which may be float32, is rounded to the dtype of q
         if dlse is None and ctx.return_lse:
             batch, rows, heads, _ = shape
             dlse = torch.zeros((batch, heads, rows), device=device)

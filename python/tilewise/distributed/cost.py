@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     batch: int
     heads: tuple[int, int]  # of queries, of keys
     columns: tuple[int, int]  # of q and k, of v
-    element_size: tuple[int, int]  # bytes of an element of q and out, of k and v
+    element_size: tuple[int, int, int]  # bytes of an element of q, of k and v, of out
     device: torch.device
     differentiable: bool
     return_lse: bool = False
@@ -102,15 +102,15 @@ def ulysses_work(shape: Shape, cut: Cut) -> Work:
     of_q = [len(own) for own in query_heads(heads_q, world)]
     of_kv = [len(key_heads(own, heads_q // heads_kv)) for own in query_heads(heads_q, world)]
     copies, size_q, size_k = sum(of_kv), sum(rows), sum(keys)
-    worst, (element, key_element) = 0.0, shape.element_size
+    worst, (element, key_element, out_element) = 0.0, shape.element_size
     for rank in range(world):
         other_rows, other_keys = size_q - rows[rank], size_k - keys[rank]
         other_heads = heads_q - of_q[rank]
-        total = other_rows * of_q[rank] * d + rows[rank] * other_heads * dv  # q, out
+        total = other_rows * of_q[rank] * d  # q
         if shape.differentiable:
             total += other_rows * of_q[rank] * dv + rows[rank] * other_heads * d  # dout, dq
             total += keys[rank] * (copies - of_kv[rank]) * (d + dv)  # dk, dv
-        size = float(total * element)
+        size = float(total * element) + rows[rank] * other_heads * dv * out_element
         size += other_keys * of_kv[rank] * (d + dv) * key_element  # k, v
         if shape.return_lse:  # lse and its gradient, in float32
             size += 4.0 * rows[rank] * other_heads
@@ -128,7 +128,7 @@ def allgather_work(shape: Shape, cut: Cut) -> Work:
     heads_q, heads_kv = shape.heads
     columns = shape.batch * heads_kv * sum(shape.columns)
     keys, calls = cut.calls()
-    element, key_element = shape.element_size
+    element, key_element, _ = shape.element_size
     of_rows = max(
         2 * to * key_element + back * element if shape.differentiable else to * key_element
         for to, back in moved_keys(keys, calls)
@@ -146,7 +146,7 @@ def ring_work(shape: Shape, cut: Cut) -> Work:
     heads_q, heads_kv = shape.heads
     columns = shape.batch * heads_kv * sum(shape.columns)
     keys, world, by_chunk = cut.keys, len(cut.keys), cut.by_chunk()
-    element, key_element = shape.element_size
+    element, key_element, _ = shape.element_size
     worst, steps = 0.0, 0
     for rank in range(world):
         others = [other for other in range(world) if other != rank]

@@ -120,6 +120,11 @@ class Problem(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of out for the caller."""
+        return _torch.returned_dtype(self.q, self.request)
+
+    @property
     def differentiable(self) -> bool:
         tensors = (self.q, self.k, self.v, self.bias, self.request.sinks, self.request.scale)
         return torch.is_grad_enabled() and any(_requires_grad(x) for x in tensors)
@@ -361,7 +366,7 @@ def _same(
     same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
     same["mask"] = str(_mask_of(request))
     for name in ("softcap", "dropout_p", "return_lse", "return_max_logits", "deterministic", "tf32",
-                 "batch_invariant"):  # fmt: skip
+                 "batch_invariant", "out_dtype"):  # fmt: skip
         same[name] = str(getattr(request, name))
     return same
 

@@ -5,7 +5,7 @@ is computed; in the backward the gradients of those keys go back meanwhile. A ra
 two ranks at a time, where "allgather" holds all keys of some heads. Owners send their keys
 themselves, and only to ranks whose rows see them.
 
-Partial outputs are float32, so that their sum is rounded once.
+Partial outputs are float32, so that their sum is rounded once, or not at all (``out_dtype``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _abi, _torch
-from .._options import WANT_K, WANT_Q, WANT_SINKS, WANT_V, Options
+from .._options import WANT_K, WANT_Q, WANT_SINKS, WANT_V, Options, out_dtype_of
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums
 from .exchange import Exchange, Messages, Piece, Rooms, Table, overlapped, rows_first
 from .keys import Meeting
@@ -102,7 +102,7 @@ class Ring:
                 out[:, own] = out[:, own] * before + part.out * share
 
         overlapped(self._ranks.world, self._loader(k, v, "k and v"), compute, lambda *_: None)
-        result, lse = out.to(q.dtype), lse.float()
+        result, lse = out.to(out_dtype_of(q, options)), lse.float()
         return Result(result, lse, [q, k, v, result, lse])
 
     def backward(

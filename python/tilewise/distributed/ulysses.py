@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._options import WANT_K, WANT_Q, WANT_V, Options
+from .._options import WANT_K, WANT_Q, WANT_V, Options, out_dtype_of
 from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
 from .exchange import (
     Exchange,
@@ -287,14 +287,15 @@ class Ulysses:
         plan_q, plan_kv = self._plans(q)
         plans = (plan_q, plan_kv, plan_kv)
         batch, rows, heads, _ = q.shape
-        outs = Unpacked((batch, rows, heads, v.shape[3]), q.dtype, q.device, plan_q)
+        out_dtype = out_dtype_of(q, options)
+        outs = Unpacked((batch, rows, heads, v.shape[3]), out_dtype, q.device, plan_q)
         lses = None
         if self._return_lse:
             lses = Unpacked((batch, rows, heads, 1), torch.float32, q.device, plan_q)
         state: list[Tensor] = []
 
         def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any]:
-            result = _nothing(*x)
+            result = _nothing(x[0], x[2], out_dtype)
             if x[0].shape[2]:
                 part = self._options(options, plans, group)
                 result = self._inner.forward(x[0], x[1], x[2], part, max_logits)
@@ -368,11 +369,11 @@ def _taker(targets: Sequence[Unpacked | None]) -> Any:
     return finish
 
 
-def _nothing(q: Tensor, _k: Tensor, v: Tensor) -> Result:
+def _nothing(q: Tensor, v: Tensor, out_dtype: torch.dtype) -> Result:
     """The result of no heads."""
     batch, rows = q.shape[:2]
     lse = q.new_empty((batch, 0, rows), dtype=torch.float32)
-    return Result(q.new_empty((batch, rows, 0, v.shape[3])), lse, [])
+    return Result(q.new_empty((batch, rows, 0, v.shape[3]), dtype=out_dtype), lse, [])
 
 
 def own_bias(

@@ -162,14 +162,15 @@ def compute(
         options["mesh"], method = _meshes["mesh"], method.removeprefix("mesh ")
     common = {"group": group, "method": method, "layout": layout, "return_lse": True}
     common["return_max_logits"] = case.max_logits
+    common["out_dtype"] = torch.float32 if case.float32_out else None
     where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
     with draw_as(b, group):
         if case.varlen_q:
             out, lse, *max_logits = td.attention_varlen(*qkv, *cuts(case), **options, **common)
         else:
             out, lse, *max_logits = td.attention(*qkv, **options, **common)
-    assert out.dtype == b.dtype and lse.dtype == torch.float32
-    dout = td.shard(b.dout, 0 if case.varlen_q else 1, **where).to(place)
+    assert out.dtype == b.out.view.dtype and lse.dtype == torch.float32
+    dout = td.shard(b.dout, 0 if case.varlen_q else 1, **where).to(place, out.dtype)
     if b.dlse is None:
         out.backward(dout)
     else:
@@ -333,9 +334,9 @@ REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=lis
 
 def possible_random(case: Case) -> Case:
     """Without a mask of no sequences, or of blocks without rows or keys; half of the cases with
-    their largest logits.
+    their largest logits, a third with out in float32.
     """
-    case = with_logits_by_turns(case, case.seed)
+    case = replace(with_logits_by_turns(case, case.seed), float32_out=case.seed % 3 == 0)
     if case.mask_blocks is not None and 0 in (sum(case.rows), sum(case.keys)):
         case = replace(case, mask_blocks=None)
     return replace(case, mask_ranges=case.mask_ranges or None)

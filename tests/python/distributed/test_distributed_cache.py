@@ -26,6 +26,7 @@ CASES = {
     "softcap": {"softcap": 1.5, "max_logits": True},
     "sinks": {"sinks": True},
     "sinks_bf16": {"sinks": True, "dtype": "bf16", "keys": (3, 3, 3), "max_logits": True},
+    "float32_out": {"dtype": "bf16", "float32_out": True, "sinks": True},
 }
 
 
@@ -50,6 +51,7 @@ def decode(group, case: Case, paged: bool):
         b.q, *caches, *new, group=group, cache_seqlens=torch.full((3,), kept, dtype=torch.int32),
         block_table=table, scale=b.scale, softcap=case.softcap, sinks=b.sinks, return_lse=True,
         return_max_logits=case.max_logits,
+        out_dtype=torch.float32 if case.float32_out else None,
     )  # fmt: skip
 
 
@@ -64,6 +66,7 @@ def test_decoding(pool, world):
             results = pool.run(world, decode, case, paged)
             for out, lse, *max_logits in results:
                 assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+                assert out.dtype == b.out.view.dtype
                 check_out(flat(out), want, case.dtype, yard, name)
                 check_lse(b.by_row(lse), want.lse, case.dtype, yard, name)
                 for x, y in zip(max_logits, results[0][2:], strict=True):

@@ -279,11 +279,11 @@ def test_predicted_bytes_are_those_that_move(pool):
             assert predicted == moved, (method, options)
 
 
-def counted(group, method, options):
+def counted(group, method, options, dtype=torch.float32):
     """The predicted bytes of a call and those that its exchanges receive from other ranks."""
     from tilewise.distributed import exchange
 
-    q, k, v = shards_of(group, tensors(rows=32))
+    q, k, v = shards_of(group, tensors(rows=32, dtype=dtype))
     estimate = td.explain(q, k, v, group=group, **options).estimates[method].bytes
     total, original = 0, exchange.start
 

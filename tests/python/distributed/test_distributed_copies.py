@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ def both(group, case: Case, method: str, layout: str) -> bool:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_equal_messages(pool, world):
-    for number, name in enumerate(CASES):
-        case = case_of(name)
+    wide = replace(case_of("bf16_causal"), heads_kv=3, float32_out=True)
+    for number, case in enumerate((*map(case_of, CASES), wide)):
         for turn, method in enumerate(METHODS[:2]):  # the ring always sends messages
             layout = LAYOUTS[(number + turn + world // 2) % 2]  # the other one with other ranks
-            assert all(pool.run(world, both, case, method, layout)), (name, method, layout)
+            assert all(pool.run(world, both, case, method, layout)), (case, method, layout)
