@@ -145,8 +145,8 @@ typedef struct tilewise_attention {
   float* max_logits; /* fp32 [B, Hq], contiguous; written by the forward, and read by no pass. The
                         largest scale * q.k over all visible pairs of a sequence and a
                         query head, before softcap, ALiBi and bias, as QK-clip (arXiv 2507.20534)
-                        uses it: -inf if no pair is visible, NaN if scale * q.k of one is NaN. With
-                        few rows the forward may run another kernel than without. NULL: off */
+                        uses it: -inf if no pair is visible, NaN if scale * q.k of one is NaN. The
+                        forward may run another kernel than without it. NULL: off */
 } tilewise_attention;
 
 /* Gradients. dq, dk and dv have the shapes of q, k and v, except that with block_table or

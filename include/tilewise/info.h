@@ -60,14 +60,15 @@ typedef struct tilewise_kernel_info {
   char requires_[96]; /* e.g. "AVX2, FMA and F16C" */
   int32_t jvp;
   int32_t second;
-  int32_t proved; /* 0: no GPU has proved its results; it is used only after tilewise_set_proof */
+  int32_t proved; /* 0: no GPU has proved its results, so it is used only after tilewise_set_proof
+                     or with TILEWISE_UNPROVED=1 */
 } tilewise_kernel_info;
 TILEWISE_API tilewise_status tilewise_kernel(int32_t index, tilewise_kernel_info* info);
 
-/* Says that a family whose `proved` is 0 has proved itself on a GPU: from now on this process uses
- * it there, for head dimensions of the given tiles. `tilewise doctor --prove` finds this out; the
- * Python package passes on what it has recorded. TILEWISE_UNPROVED=1 uses such families without a
- * proof, and TILEWISE_UNPROVED=0 never uses them. */
+/* Says that a family whose `proved` is 0 has been proved on a GPU: from now on this process uses it
+ * there, with the tiles of the given head dimensions. `tilewise doctor --prove` does the proof and
+ * records it, and the Python package passes its records to this function. With TILEWISE_UNPROVED=1
+ * such families are used without a proof, and with TILEWISE_UNPROVED=0 they are never used. */
 typedef struct tilewise_proof {
   uint32_t struct_size;
   int32_t sm;              /* the GPU: tilewise_gpu_info.sm */

@@ -29,10 +29,9 @@ typedef enum tilewise_dtype {
   TILEWISE_FLOAT8_E4M3 = 3
 } tilewise_dtype;
 
-/* The dtype of out. 0 stands for that of q, or for bfloat16 where q is float8_e4m3. On a CPU it may
- * also be float32 where q has fewer bits, in every pass: the forward then writes its fp32 sums
- * unrounded. For q of float8_e4m3, float16 is allowed as well. Any other dtype than that of q is
- * TILEWISE_UNSUPPORTED. */
+/* The dtype of out. 0 stands for that of q, or for bfloat16 where q is float8_e4m3. It may also be
+ * float32 where q has fewer bits, in every pass: the forward then writes its fp32 sums unrounded.
+ * For q of float8_e4m3, float16 is allowed as well. Everything else is TILEWISE_UNSUPPORTED. */
 typedef enum tilewise_out_dtype {
   TILEWISE_OUT_DEFAULT = 0,
   TILEWISE_OUT_FLOAT32 = 1,

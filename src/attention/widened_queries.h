@@ -1,6 +1,6 @@
 // Queries of float8_e4m3, as the kernels for 16-bit queries and float8 keys read them: a copy of q
 // in a 16-bit type, which holds every number of float8_e4m3, and q_descale times k_descale as the
-// factors of k. So no kernel knows of float8 queries, and the copy rounds nothing.
+// factors of k. So no other kernel has to read float8 queries, and the copy rounds nothing.
 #pragma once
 
 #include "attention/problem.h"

@@ -6,7 +6,7 @@
 
 namespace tilewise::cpu {
 
-// Writes q and the factors of k of `wide`, which WidenedQueries made of `p`.
+// Writes q and the factors of k of `wide`, which is WidenedQueries(p).problem(memory).
 void widen_queries(const Problem& p, const Problem& wide, const Parallel& parallel);
 
 }  // namespace tilewise::cpu

@@ -70,8 +70,8 @@ struct InvalidArgument : Error {
 
 void append_kv(const tilewise_kv_append& append);
 
-// Launches the kernel that writes q and the factors of k of `wide`, which WidenedQueries made of
-// `p` (attention/widened_queries.h).
+// Launches the kernel that writes q and the factors of k of `wide`, which is
+// WidenedQueries(p).problem(memory) (attention/widened_queries.h).
 void widen_queries(const Problem& p, const Problem& wide);
 
 // A fault of an index array in words.

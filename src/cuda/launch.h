@@ -14,7 +14,7 @@ namespace tilewise::cuda {
 class ForwardLaunch {
  public:
   ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace);
-  // Pass::jvp: the same launches around its kernel, which `prepared` (prepare_jvp) precedes.
+  // Pass::jvp: the same launches around its kernel; `prepared` is the result of prepare_jvp.
   ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace,
                 common::PrepareParams prepared);
   void finish();

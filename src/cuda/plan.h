@@ -38,7 +38,7 @@ inline WhyNot why_no_max_logits(const Request& request) {
   return {};
 }
 
-// Why a family whose out has the type of q does not serve a request.
+// Why a family whose out always has the dtype of q does not serve a request.
 inline WhyNot why_no_other_out(const Request& request) {
   if (request.dtypes.out != request.dtypes.q)
     return {.text = "it has no out in float32 beside q of 16 bits"};

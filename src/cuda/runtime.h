@@ -36,8 +36,8 @@ struct Kernel {
   int32_t cluster_size = 1;  // CTAs per cluster, when the kernel itself is compiled with one
 };
 
-// A family that the library does not count as proved, but that has proved itself on a GPU: the
-// planner uses its tiles of these head dimensions there (tilewise_set_proof).
+// A family whose row is not `proved`, but whose results and speed a GPU has proved: the planner
+// uses its tiles of these head dimensions there (tilewise_set_proof).
 struct Proof {
   std::string family;
   std::vector<int32_t> head_dims;

@@ -1,4 +1,5 @@
-// The proofs of GPUs for families that the library does not count as proved.
+// What `tilewise doctor --prove` has found on GPUs about families whose row says that no GPU has
+// proved them (FamilyRow::proved).
 #pragma once
 
 #include <cstdint>

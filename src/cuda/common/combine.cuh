@@ -70,7 +70,7 @@ struct CombinedRow {
 // Recomputes a row whose splits must not be combined (combine_is_inexact). The call must be the
 // last thing that a warp does: whatever is live across a call lies in local memory, on the usual
 // path as well. (H200, 24 sequences of 8k keys, 16/1 heads: 33 -> 37 us.)
-// T: storage of out. An out of float32 may be that of 16-bit queries.
+// T is the element type of out; where it is float, q may have 16 bits.
 template <class T>
 TILEWISE_COLD void recompute_row(const ForwardParams& params, int64_t batch, int64_t row,
                                  int64_t head) {

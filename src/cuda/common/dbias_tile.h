@@ -11,7 +11,7 @@ namespace tilewise::cuda::common {
 inline constexpr int kDbiasMicro = 4;
 using DbiasMicro = float[kDbiasMicro][kDbiasMicro];
 
-// kAll for a dimension that the CTA sums over.
+// The place of a tile in dbias: an index per dimension, or kAll where the CTA sums over it.
 struct DbiasTile {
   static constexpr int32_t kAll = -1;
   static constexpr int kSide = kDbiasTile / kDbiasMicro;

@@ -12,7 +12,7 @@
 
 namespace tilewise::cuda::common {
 
-// The kernels of one element type: of out those that combine, of q the others.
+// The kernels of one element type: for those that combine it is that of out, for the others of q.
 struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_chunks;

@@ -1,4 +1,5 @@
-// The ranges of a mask that concern a CTA, in shared memory: few of those of a long sequence.
+// The ranges of a mask that concern a CTA, in shared memory: a few of the many that a long sequence
+// may have.
 #pragma once
 
 #include "attention/mask.h"

@@ -93,7 +93,7 @@ struct ClearTask {
   int32_t dtype = 0;
 };
 
-// Memory to fill with copies of a 32-bit word, whole words. Null data: none.
+// Memory to fill with copies of a 32-bit word; bytes is a multiple of 4. Null data: none.
 struct FillTask {
   void* data = nullptr;
   int64_t bytes = 0;

@@ -30,7 +30,7 @@ class MaskedRows {
       counted_ = tiles * heads;
     }
     coverage_.find(tiles * heads, Plan::kThreads, [&](int32_t begin, int32_t end) {
-      // Deterministic sums wait for every key tile before this one, so that no tile is left out.
+      // Deterministic sums wait for every key tile before this one, so no tile may be left out.
       const bool visits_all = p.dq_semaphores != nullptr;
       const int32_t head = begin / tiles;
       const int32_t last_head = (end - 1) / tiles;

@@ -88,7 +88,8 @@ TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
         static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
 }
 
-// `sum` plus the products of an out in fp32 from `column` on and the 16 bytes `r` of dout.
+// Adds to `sum` the products of the columns from `column` on of an out in fp32 with the 16 bytes
+// `r` of dout.
 template <class Element>
 TILEWISE_DEVICE float add_wide_products(float sum, const float* out, int column, int columns,
                                         const uint32_t (&r)[4]) {

@@ -7,8 +7,8 @@
 
 namespace tilewise::cuda::mma_sync {
 
-// Calls step(tile, masked) for every visible key tile from `last` down. `masked`, which the fast
-// path knows when it is compiled, says whether the band hides pairs of the tile.
+// Calls step(tile, masked) for every visible key tile from `last` down. `masked` says whether the
+// band may hide pairs of the tile; in the fast path it is a constant, std::true_type or false_type.
 template <class C, class Step>
 TILEWISE_DEVICE void for_each_key_tile(const KeyTiles& tiles, int32_t last, Step& step) {
   int32_t tile = last;

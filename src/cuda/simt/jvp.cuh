@@ -1,13 +1,14 @@
-// Tangents of out and lse (forward mode). lse is known, so there is no maximum to keep:
+// Tangents of out and lse (forward mode). With s' the tangents of the scores, and lse known, so
+// that there is no maximum to keep:
 //
-//   for each kTile keys:  P = e^(score_mod(Q K^T) - lse)   s' the tangents of the scores
+//   for each kTile keys:  P = e^(score_mod(Q K^T) - lse)
 //                         W = P (s' - r)   u = u + rowsum W   O' = O' + dropout(W) V + dropout(P)
 //                         V'
 //   at the end:           lse' = r + u   out' = O' - u out
 //
-// The last line holds for every r, because the weights sum to 1. r is the mean of s' over the first
-// tile that a row sees: what the tangents of all keys share, such as the tangent of a time
-// embedding, then never enters W, whose rounding it would dominate.
+// The last line holds for every r, because the weights, that of the sink included, sum to 1. r is
+// the mean of s' over the first tile that a row sees. What the tangents of all keys share, such as
+// the tangent of a time embedding, then never enters W, whose rounding it would dominate.
 //
 // Grid: a CTA per work tile of params.order, as in the forward, with all keys of its rows. Products
 // whose tangent is absent are left out. Reads q, k, v, bias, sinks, out, lse, their tangents and
@@ -31,7 +32,7 @@ struct Jvp {
 
   Block o[C::kGroups];
   float reference[4];      // r
-  uint32_t has_reference;  // bit i: that of row i has been found
+  uint32_t has_reference;  // bit i: r of row i has been found
   float mean[4];           // u, summed over this thread's keys only
 
   TILEWISE_DEVICE explicit Jvp(const JvpParams& params)
@@ -48,7 +49,7 @@ struct Jvp {
     has_reference = 0;
   }
 
-  // The sum over the threads that hold the other keys of the same rows.
+  // The sum of x over the threads that hold keys of the same rows.
   TILEWISE_DEVICE static float row_sum(float x) {
 #pragma unroll
     for (int lanes = 1; lanes < 16; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
@@ -75,7 +76,7 @@ struct Jvp {
     }
   }
 
-  // O' = O' + dropout(weight) B. All threads have read Shared::weights before.
+  // O' = O' + dropout(weight) B. All threads must have read Shared::weights before.
   TILEWISE_DEVICE void add(const Block& weight, const Rows<T>& b, const Step& now) {
     const auto weights = ThreadWeights<true>::of(thread);
     weights.store(weight);

@@ -1,5 +1,5 @@
-// The tangents of the scores of a tile, as the passes jvp and second share them. With x = q.k,
-// x' = q'.k + q.k' and the softcap f:
+// The tangents of the scores of a tile, which the passes jvp and second compute alike. With x =
+// q.k, x' = q'.k + q.k' and the softcap f:
 //
 //   z' = scale x' + scale' x        s' = f'(scale x) z' + bias'
 #pragma once
@@ -8,7 +8,8 @@
 
 namespace tilewise::cuda::simt {
 
-// Shared memory of a pass with tangents: offsets of rows and keys as in Shared.
+// Shared memory of a pass with tangents. Shared has the offsets in the tensors themselves; these
+// are the offsets in their tangents.
 struct SharedTangents : Shared {
   int64_t q_tangent[kTile];
   int64_t k_tangent[kTile];
@@ -142,10 +143,10 @@ struct ScoreTangents {
     weights.change_visible(thread, first_key, [&](float x, int r, int64_t key) {
       const ScoreMod& mod = shared().score_mod;
       const Score::Capped<float> score = mod.at(x, shared().row_score_mod[r], key);
-      float& moved = tangents.at(r % 4, static_cast<int>(key % 4));
-      moved = score.derivative * (moved * mod.score.scale + x * scale_tangent);
+      float& of_score = tangents.at(r % 4, static_cast<int>(key % 4));  // until here that of x
+      of_score = score.derivative * (of_score * mod.score.scale + x * scale_tangent);
       if (t.bias != nullptr)
-        moved += bias_value(t.bias, p.bias_dtype, shared_tangents().bias_tangent[r] + key);
+        of_score += bias_value(t.bias, p.bias_dtype, shared_tangents().bias_tangent[r] + key);
       return weight_of(score.value, r);
     });
     weights.load(weight);

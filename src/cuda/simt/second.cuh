@@ -1,8 +1,9 @@
 // Gradients of a loss of the results and of their tangents (Pass::second): the backward with other
-// weights and further products. The sums are owned as there, so the results are deterministic.
+// weights and further products. As there, one CTA sums all terms of a gradient, in a fixed order,
+// and so the results are deterministic.
 //
-// With dout, dlse the gradients of the results and dout', dlse' those of their tangents, f', f''
-// the derivatives of the softcap and D the factors of dropout:
+// With dout, dlse the gradients of the results, dout', dlse' those of their tangents, f', f'' the
+// derivatives of the softcap, and D the factors of dropout:
 //
 //   X = Q K^T           X' = Q' K^T + Q K'^T                Z' = scale X' + scale' X
 //   P = e^(S - lse)     Y  = f' Z' + bias' - lse'           the centred tangents of the scores
@@ -14,9 +15,8 @@
 //   rows:  dQ = (scale dZ + scale' dZ') K + scale dZ' K'
 //          dscale = Q . (dZ K + dZ' K') + Q' . dZ' K
 //
-// second_prepare  grid heads_q * padded row tiles; reads out, out', dout, dout', dlse, dlse';
-// writes
-//                 row_delta (delta') and row_second_delta (delta)
+// second_prepare  grid heads_q * padded row tiles; reads out, out', dout, dout', dlse and dlse';
+//                 writes row_delta (delta') and row_second_delta (delta)
 // second_keys     grid the key tiles of params.order; writes dk and dv
 // second_rows     grid heads_q * padded row tiles; writes dq and dscale_partials
 // second_dbias    grid dbias_blocks(p, g); writes dbias
@@ -106,8 +106,9 @@ struct Second : Backward<C, kOwnsKeys> {
     float of_tangent;
   };
 
-  // The factors of F and E in dZ, and that of E in dZ'; or, without the derivatives of the softcap,
-  // P and P Y. `raw` and `raw_tangent` are elements of X and X'.
+  // of_result, P f', is the factor of F in dZ and of E in dZ'; of_tangent, P (f' Y + f'' Z'), that
+  // of E in dZ. Without `derivatives`, those of the softcap, they are P and P Y. `raw` and
+  // `raw_tangent` are elements of X and X'.
   TILEWISE_DEVICE Factors factors_of(float raw, float raw_tangent, int r, int64_t key,
                                      bool derivatives) const {
     const ScoreMod& mod = shared().score_mod;
@@ -144,8 +145,8 @@ struct Second : Backward<C, kOwnsKeys> {
     }
   }
 
-  // Calls combine(weight, tangent weight, F, E) for the elements that their rows see. The weights
-  // are those of store_factors.
+  // Calls combine(i, j, F, E) for the elements (i, j) of this thread's block whose key the row
+  // sees.
   template <class Combine>
   TILEWISE_DEVICE void combine_products(int64_t first_key, const Combine& combine) const {
     Block e;
@@ -289,7 +290,7 @@ struct Second : Backward<C, kOwnsKeys> {
 
   // --- second_dbias ---
 
-  // Adds dbias of one head to the first group of the sums, which has one tile of dbias.
+  // Adds dbias of one head to the first group of the sums, which has the size of a tile of dbias.
   TILEWISE_DEVICE void add_dbias(int32_t head, int32_t row_tile, Range keys) {
     const Band& band = shared().sequence.band;
     const RowTile rows{Packing{1}, head, Tiling{band.rows, kTile}.at(row_tile)};

@@ -62,7 +62,7 @@ TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint
   return sum;
 }
 
-// The same of eight elements of an out in fp32 and of dout.
+// The same for eight elements `a` of an out in fp32.
 template <class Element>
 TILEWISE_DEVICE float add_wide_products(float sum, const float* a, const uint32_t (&b)[4]) {
 #pragma unroll
