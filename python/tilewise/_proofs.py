@@ -1,8 +1,8 @@
-"""Records of `tilewise doctor --prove`: what GPUs have proved about families that are off.
+"""Records of `tilewise doctor --prove`, which turn on families that no GPU has proved.
 
-A family that no GPU has proved is off. `tilewise doctor --prove` compares it with exact results on
-the GPU at hand and writes a record into the user's cache directory; the library reads the records
-when it is loaded. A record holds for one library, one driver, and GPUs of one name.
+Such a family is off. `tilewise doctor --prove` compares it with exact results on the GPU at hand
+and writes a record into the user's cache directory. When this package loads the library, it passes
+the records on to it. A record holds for one library, one driver, and GPUs of one name.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def driver_release(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def tell(library: ctypes.CDLL, record: Record, head_dims: Sequence[int]) -> None:
-    """Has the library use the family on the record's GPU for these head dimensions of tiles; with
-    none, not at all.
+    """Has the library use the family on the record's GPU, with the tiles of these head dimensions.
+
+    Without head dimensions it stops using the family there.
     """
     proof = _abi.sized(_abi.Proof)
     proof.sm, proof.driver = record.sm, record.cuda
@@ -117,7 +118,7 @@ def pass_on(library: ctypes.CDLL, path: Path) -> None:
     """
     records = [record for record in load() if record.passed and record.head_dims]
     if not records:
-        return  # nearly always: the file is read and hashed only where something was proved
+        return  # nearly always: the library is hashed only if there is a record of a success
     this = file_hash(path), driver_release()
     for record in records:
         if not record.is_of(*this):

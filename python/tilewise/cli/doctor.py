@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   tilewise doctor --isa avx2       self-test of one instruction set
   tilewise doctor --isa gpu0       self-test of one GPU
   tilewise doctor --provenance     which kernels were run on which machine, which only compiled
-  tilewise doctor --prove          prove kernels that are off until a GPU has proved them
+  tilewise doctor --prove          test kernels that are off until a GPU has proved them
   tilewise doctor --json           the same as JSON
 
 The self-test compares forward and gradients with an attention in double precision, for every
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     add("--no-test", action="store_true", help="skip the self-test")
     add("--isa", metavar="NAME", help="test only this instruction set, or this GPU (gpu0)")
     add("--provenance", action="store_true", help="show the machines that kernels were run on")
-    add("--prove", action="store_true", help="prove kernels that are off until proved here")
+    add("--prove", action="store_true", help="test kernels that are off until a GPU proves them")
     add("--json", action="store_true", help="print JSON and nothing else")
     add("--record", type=Path, metavar="FILE", help="add the passed checks to a provenance file")
     parser.set_defaults(run=run)
@@ -60,13 +60,20 @@ def run(options: argparse.Namespace) -> int:
     """Prints the requested facts and runs the self-test. Returns the exit status.
 
     Raises:
-        ValueError: --isa names an instruction set that cannot be tested here, or is given although
-            nothing is tested; or --record names a file that records cannot be added to.
+        ValueError: --isa names an instruction set that cannot be tested here; --isa or --record is
+            given although the self-test does not run; --record names a file that records cannot be
+            added to; or TILEWISE_UNPROVED turns off what --prove tests.
         ImportError: the library or NumPy is missing.
+        OSError: the record of --prove cannot be written.
     """
     for flag in ("--provenance", "--prove", "--no-test"):
-        if getattr(options, flag[2:].replace("-", "_")) and options.isa:
-            raise ValueError(f"--isa is {options.isa!r}, but {flag} does not take it")
+        for name in ("isa", "record"):
+            given = getattr(options, name)
+            if given and getattr(options, flag[2:].replace("-", "_")):
+                raise ValueError(
+                    f"--{name} is '{given}', but is allowed only with the self-test, which {flag} "
+                    "leaves out"
+                )
     if options.prove:
         return prove.run(options.json)
     if options.provenance:

@@ -1,4 +1,4 @@
-"""`tilewise doctor --prove`: proves kernel families that no GPU has proved, on the GPUs at hand.
+"""`tilewise doctor --prove`: tests kernel families that no GPU has proved, on the GPUs at hand.
 
 A child process runs the checks of `prove_checks`, because a wrong kernel may crash its process or
 never end. Whatever the outcome, a record of it goes into the user's cache directory. The library
@@ -28,7 +28,7 @@ from tilewise.cli import gpu, system, tables
 from tilewise.cli.progress import Progress
 
 TIME_LIMIT = 600.0  # seconds for all checks of a family
-STEP_LIMIT = 120.0  # for one: a kernel that waits for more than two seconds ends with an error
+STEP_LIMIT = 120.0  # seconds for one check; a kernel that hangs ends earlier, with an error
 # Environment variables that choose kernels, which would change what is compared.
 CHOOSING = ("TILEWISE_UNPROVED", "TILEWISE_FORCE_ARCH")
 
@@ -86,7 +86,8 @@ def families() -> list[str]:
 def targets() -> list[Target]:
     """The families to prove, each with the first GPU of every kind that can run it.
 
-    The library's own records are told again afterwards, because asking turns a family on.
+    To find out whether a GPU can run a family, it is turned on for a moment. That replaces what the
+    library knew from the records, so they are passed on again afterwards.
     """
     library, cuda = c_library(), cuda_version()
     found: dict[tuple[str, str, int], Target] = {}
@@ -145,7 +146,7 @@ def watch(
             outcome.reason = f"it did not end, and was stopped after {seconds:.0f} s"
             outcome.reason += f" ({outcome.step})" if outcome.step else ""
         except ValueError:
-            outcome.reason = f"the checks printed what is no report: {line.strip()[:200]}"
+            outcome.reason = f"the checks printed a line that is no report: {line.strip()[:200]}"
         finally:
             child.kill()
             child.wait()
@@ -194,18 +195,17 @@ def prove(target: Target, *, quiet: bool) -> Record:
 
 def state(record: Record | None, target: Target) -> str:
     """One sentence about a family on a GPU."""
-    on = f"{target.family} on {target.gpu}"
-    setting = os.environ.get("TILEWISE_UNPROVED", "")
-    if setting in ("0", "1"):
-        return f"{on}: {('off', 'on')[int(setting)]}, because TILEWISE_UNPROVED is {setting}"
+    on, again = f"{target.family} on {target.gpu}", "run tilewise doctor --prove again"
+    if os.environ.get("TILEWISE_UNPROVED") == "1":
+        return f"{on}: on, because TILEWISE_UNPROVED is 1"
     if record is None:
         return f"{on}: off, because it is not proved on this GPU: run tilewise doctor --prove"
     if not record.passed:
         return f"{on}: off, because it failed on {record.date}: {record.reason}"
     if record.driver != _proofs.driver_release() or record.cuda != cuda_version():
-        return f"{on}: off, because its record is of driver {record.driver}: run --prove again"
+        return f"{on}: off, because its record is of driver {record.driver}: {again}"
     if record.library != _proofs.file_hash(system.library_file()):
-        return f"{on}: off, because its record is of another library: run --prove again"
+        return f"{on}: off, because its record is of another library: {again}"
     if not record.head_dims:
         return f"{on}: off, because it passed {record.checks} checks but was slower"
     dims = ", ".join(map(str, record.head_dims))
@@ -213,7 +213,7 @@ def state(record: Record | None, target: Target) -> str:
 
 
 def states() -> list[dict[str, Any]]:
-    """The families that are not proved by the library, their records here, and a sentence each."""
+    """The families of ``targets`` with their records and a sentence about each."""
     records = {(r.family, r.gpu, r.sm): r for r in _proofs.load()}
     found = []
     for target in targets():
@@ -232,8 +232,13 @@ def run(as_json: bool) -> int:
     """Proves all families that can run here. Returns the exit status: 1 if one is not right.
 
     Raises:
+        ValueError: TILEWISE_UNPROVED turns all these families off.
         OSError: the record cannot be written.
     """
+    if os.environ.get("TILEWISE_UNPROVED") == "0":
+        raise ValueError(
+            "TILEWISE_UNPROVED is 0, which turns off what --prove tests: unset it or set it to 1"
+        )
     chosen = targets()
     records = []
     for target in chosen:

@@ -184,21 +184,18 @@ class Checks:
         launch = Launch(problem, self.index)
         kernel = launch.plan().kernel.decode()
         if not kernel.startswith(self.family):
-            raise WrongResultError(f"{kernel} serves it: {launch.plan().why.decode()}")
+            raise WrongResultError(f"{kernel} serves the problem: {launch.plan().why.decode()}")
         return launch
 
     def compare(self, problem: Problem) -> None:
-        """Results of the family beside exact ones and those of the other family, and again."""
+        """Two launches of the family, beside exact results and those of the other family."""
         launch = self.launch(problem)
         expected = launch.expected()
         found = launch.results()
         self._check_errors(launch, found, expected, "double precision")
         if not _equal(found, launch.results()):
             raise WrongResultError("a second launch has other bits")
-        self.use(False)
-        out, lse = launch.results()
-        other = arrays.decode(out, problem.dtype), lse.astype(np.float64)
-        self._check_errors(launch, found, other, launch.plan().kernel.decode(), 2.0)
+        self._compare_with_other(launch, found)
 
     def repeat(self, problem: Problem) -> None:
         """The same bits from launches of many key tiles on a full GPU.
@@ -212,13 +209,10 @@ class Checks:
         for _ in range(self.effort.repeats):
             if not _equal(first, launch.results()):
                 raise WrongResultError("a repeated launch has other bits")
-        self.use(False)
-        out, lse = launch.results()
-        other = arrays.decode(out, problem.dtype), lse.astype(np.float64)
-        self._check_errors(launch, first, other, launch.plan().kernel.decode(), 2.0)
+        self._compare_with_other(launch, first)
 
     def time(self, problem: Problem) -> None:
-        """Seconds of the family and of the other one."""
+        """Seconds of a forward of the family and of the other one."""
         launch = self.launch(problem)
 
         def run(on: bool, _: int) -> None:
@@ -264,6 +258,13 @@ class Checks:
                     yield Problem(
                         "bfloat16", batch, rows, rows, heads, heads, head_dim, right=right
                     )
+
+    def _compare_with_other(self, launch: Launch, found: tuple[Array, Array]) -> None:
+        """Results of the family beside those of the family that serves without it."""
+        self.use(False)
+        out, lse = launch.results()
+        other = arrays.decode(out, launch.problem.dtype), lse.astype(np.float64)
+        self._check_errors(launch, found, other, launch.plan().kernel.decode(), 2.0)
 
     @staticmethod
     def _check_errors(

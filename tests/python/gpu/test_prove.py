@@ -86,6 +86,8 @@ def test_a_proved_family_is_on_until_driver_or_library_change(blackwell):
     assert "on for tiles of head dim 64, 128" in facts["proofs"][0]["state"]
     (off,) = plans(64, TILEWISE_UNPROVED="0")
     assert not off[0].startswith(FAMILY)
+    refused = python("-m", "tilewise", "doctor", "--prove", TILEWISE_UNPROVED="0")
+    assert refused.returncode == 2 and "TILEWISE_UNPROVED is 0" in refused.stderr
     for stale in ({"driver": "1.2"}, {"cuda": 12080}, {"library": "0" * 64}, {"gpu": "B200"}):
         good = blackwell.read_text()
         change(blackwell, **stale)
@@ -119,7 +121,7 @@ CHILDREN = {
     "hang": ("import time; print('{\"steps\": 1}', flush=True); time.sleep(60)", "did not end"),
     "crash": ('import os; print(\'{"step": "x"}\', flush=True); os.abort()', "status -6"),
     "exception": ("raise SystemError('no luck')", "SystemError: no luck"),
-    "noise": ("print('hello')", "no report: hello"),
+    "noise": ("print('hello')", "a line that is no report: hello"),
     "wrong": ('print(\'{"step": "x"}\\n{"failed": "out differs"}\')', "out differs (x)"),
 }
 

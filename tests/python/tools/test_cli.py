@@ -275,7 +275,11 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tilewise {tilewise.__version__}\n"
 
 
-@pytest.mark.parametrize("flag", ["--provenance", "--no-test"])
-def test_isa_option_is_refused_when_nothing_is_tested(flag, capsys):
-    assert main(["doctor", flag, "--isa", "avx2"]) == 2
-    assert f"--isa is 'avx2', but {flag} does not take it" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--isa", "--record"])
+@pytest.mark.parametrize("flag", ["--provenance", "--prove", "--no-test"])
+def test_options_of_the_self_test_are_refused_without_it(flag, option, capsys):
+    assert main(["doctor", flag, option, "given"]) == 2
+    sentence = (
+        f"{option} is 'given', but is allowed only with the self-test, which {flag} leaves out"
+    )
+    assert sentence in capsys.readouterr().err
