@@ -17,7 +17,7 @@ from tilewise import masks
 from tilewise._block_lists import BLOCK, blocks_of
 from tilewise._mask_fields import host
 
-from ._masks import computes_masks
+from ._masks import prefers_masks
 
 MIN_ROWS = 1024  # below, a call takes less time than looking at its mask may save
 
@@ -43,10 +43,10 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
         heads: Query heads.
 
     Returns:
-        Blocks if the device computes masks, the mask has at least ``MIN_ROWS`` rows and so few
+        Blocks if the device prefers masks, the mask has at least ``MIN_ROWS`` rows and so few
         blocks are visible that converting it costs less than this call alone saves.
     """
-    if not 2 <= mask.dim() <= 4 or mask.shape[-2] < MIN_ROWS or not computes_masks(mask.device):
+    if not 2 <= mask.dim() <= 4 or mask.shape[-2] < MIN_ROWS or not prefers_masks(mask.device):
         return None
     if mask.numel() == 0:
         return None

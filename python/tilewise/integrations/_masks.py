@@ -1,5 +1,5 @@
-"""Masks as other packages pass them: tensors of pairs, as a bias; and where masks of
-``tilewise.masks`` pay.
+"""Masks as other packages pass them, which are tensors of pairs: as a bias, and where they should
+become masks of ``tilewise.masks`` instead.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 
-def computes_masks(device: torch.device) -> bool:
-    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on CPUs. On
-    GPUs it has not been measured whether they are faster than a bias in cuda.wgmma.
+def prefers_masks(device: torch.device) -> bool:
+    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on a CPU.
+
+    On a GPU it has not been measured whether such a mask is faster than a bias in cuda.wgmma.
     """
     return device.type == "cpu"
 

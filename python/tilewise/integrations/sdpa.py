@@ -46,7 +46,7 @@ from tilewise._request import Request
 from tilewise.api import attention
 from tilewise.integrations import _flash_attention
 from tilewise.integrations._bool_masks import MIN_ROWS, as_blocks
-from tilewise.integrations._masks import as_bias, computes_masks
+from tilewise.integrations._masks import as_bias, prefers_masks
 
 NAME = "tilewise"
 
@@ -253,7 +253,7 @@ GROUPS: tuple[dict[str, Operator], ...] = (
             tuple(
                 key
                 for name in _BOTH
-                if computes_masks(torch.device(name.lower()))
+                if prefers_masks(torch.device(name.lower()))
                 for key in (f"Autograd{name}", name)
             ),
             _attention_of_blocks,

@@ -14,7 +14,7 @@ import hf_models
 hf_models.require("transformers>=5.20")
 
 import tilewise.hf  # noqa: E402
-from tilewise.integrations._masks import computes_masks  # noqa: E402
+from tilewise.integrations._masks import prefers_masks  # noqa: E402
 from tilewise.integrations.transformers import _attention  # noqa: E402
 from tilewise.integrations.transformers._compact import CompactMask  # noqa: E402
 
@@ -54,7 +54,7 @@ def test_logits_and_gradients(name: str, padding: str, masks: list[Tensor | None
     assert hf_models.relative(our_logits, logits) < TOLERANCE
     assert hf_models.relative(our_grads, grads) < TOLERANCE
     assert masks, "attention was not computed by Tilewise"
-    if name != hf_models.CHUNKED or computes_masks(ids.device):
+    if name != hf_models.CHUNKED or prefers_masks(ids.device):
         assert not any(map(rows_times_keys, masks))
 
 

@@ -208,15 +208,15 @@ def test_what_has_no_ranges_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(IndexError):  # as in eager attention: the ids are of one sequence only
         both(mask_function=without_packing, attention_mask=LEFT)
     monkeypatch.setattr(
-        "tilewise.integrations.transformers._masks.computes_masks", lambda device: False
+        "tilewise.integrations.transformers._masks.prefers_masks", lambda device: False
     )
     ours, eager = both(mask_function=images())
     assert not isinstance(ours, CompactMask) and torch.equal(ours, eager)
 
 
-def test_ranges_are_for_devices_that_compute_masks() -> None:
-    assert integration_masks.computes_masks(torch.device("cpu"))
-    assert not integration_masks.computes_masks(torch.device("cuda", 0))
+def test_ranges_are_for_devices_that_prefer_masks() -> None:
+    assert integration_masks.prefers_masks(torch.device("cpu"))
+    assert not integration_masks.prefers_masks(torch.device("cuda", 0))
     ours, _ = both(mask_function=images())
     assert not isinstance(ours.to("meta"), CompactMask)
 

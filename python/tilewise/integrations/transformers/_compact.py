@@ -19,7 +19,7 @@ from tilewise import masks
 from tilewise._check import UNBOUNDED, Window
 from tilewise._mask import rebuilt
 
-from .._masks import computes_masks
+from .._masks import prefers_masks
 
 _aten = torch.ops.aten
 _is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -209,7 +209,7 @@ class CompactMask(Tensor):
             return self._copy(shared=False)
         if operator is _aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
-            takes_ranges = self.entries is None or computes_masks(device)
+            takes_ranges = self.entries is None or prefers_masks(device)
             strided = kwargs.get("layout") in (None, torch.strided)
             if dtype.is_floating_point and strided and takes_ranges:
                 return self._copy(dtype, device, kwargs.get("non_blocking", False), shared=False)

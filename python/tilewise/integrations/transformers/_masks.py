@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from .._masks import computes_masks
+from .._masks import prefers_masks
 from ._compact import Band, CompactMask, Terms
 from ._packing import begin_forward, values_are_unavailable
 from ._ranges import View, captured, ranges_of
@@ -144,9 +144,9 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
 
 
 def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as ranges, or None if it has none or they are not computed on this device."""
+    """The mask as ranges, or None if it has none or a device that does not prefer masks."""
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
-    if not computes_masks(device) or values_are_unavailable(attention_mask, q_offset):
+    if not prefers_masks(device) or values_are_unavailable(attention_mask, q_offset):
         return None
     visible = _visible(attention_mask, keys, kv_offset)
     if visible is not None and visible.shape[0] != batch:
