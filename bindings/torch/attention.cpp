@@ -21,7 +21,8 @@ void describe_bias(const Tensor& bias, const Problem& problem, tilewise_attentio
   a.bias_stride_head = stride_of(bias, 1);
   a.bias_stride_row = stride_of(bias, 2);
   a.bias_dtype = element_type(bias, "bias");
-  const bool float8 = a.dtype == TILEWISE_FLOAT8_E4M3;  // the library compares it with out
+  // For q of float8 the allowed dtypes follow from out, and the library checks them.
+  const bool float8 = a.dtype == TILEWISE_FLOAT8_E4M3;
   if (a.bias_dtype != TILEWISE_FLOAT32 && a.bias_dtype != a.dtype && !float8)
     invalid("bias has dtype " + dtype_text(dtype_of(bias)) +
             ", but must be float32 or the dtype of q");
@@ -192,7 +193,8 @@ void set_out_dtype(Problem& problem, int64_t out_dtype) {
       problem.out_dtype = aoti_torch_dtype_bfloat16();
       break;
     default:
-      invalid("out_dtype is " + std::to_string(out_dtype) + ", but must be 0 to 3");
+      invalid("out_dtype is " + std::to_string(out_dtype) +
+              ", but must be a tilewise_out_dtype, 0 to 3");
   }
   problem.attention.out_dtype = static_cast<int32_t>(out_dtype);
 }

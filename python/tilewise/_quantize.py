@@ -16,7 +16,10 @@ _GRANULARITIES = ("head", "tensor")
 
 
 class QuantizedFp8(NamedTuple):
-    """A tensor in float8_e4m3fn: data * descale is x, rounded, less the mean, rotated."""
+    """A tensor in float8_e4m3fn and its factors.
+
+    data * descale is x up to rounding, without the mean if ``smooth`` and rotated if ``rotate``.
+    """
 
     data: Tensor  # the shape of x
     descale: Tensor  # float32 [batch, heads_kv], or [1, 1] for the whole tensor
@@ -31,9 +34,9 @@ def quantize_fp8(
 
     ``attention(q.data, k.data, v.data, q_descale=q.descale, ...)`` of three results is attention of
     the three tensors. The factor maps the largest magnitude to 448, the largest number of the
-    format. What the format keeps is a relative error of 2^-4 above 2^-15 of that magnitude, so an
-    outlier costs precision only where it drives other numbers below that; smooth and rotate spread
-    or remove the outliers that models have in a few columns (SageAttention, arXiv 2410.02367;
+    format. Numbers above 2^-15 of that magnitude get a relative error of at most 2^-4, and smaller
+    ones lose more, so a large outlier costs the precision of small numbers. smooth removes and
+    rotate spreads the outliers that models have in a few columns (SageAttention, arXiv 2410.02367;
     FlashAttention-3, 2407.08608; QuaRot, 2404.00456). The steps are operators of PyTorch in
     float32, which torch.compile fuses.
 
@@ -102,7 +105,7 @@ def rotation(size: int, device: torch.device) -> Tensor:
 
 
 def _largest(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    """The largest magnitude over some dimensions, which stay; 0 where there is no number."""
+    """The largest magnitude over some dimensions, which are kept; 0 where there is no number."""
     if x.numel() == 0:
         return x.new_zeros([1 if d in over else size for d, size in enumerate(x.shape)])
     return x.abs().amax(dim=over, keepdim=True)
@@ -113,7 +116,7 @@ def _groups(heads: int, heads_kv: int | None) -> int:
         return heads
     groups = _check.count("heads_kv", heads_kv)
     if heads % groups != 0:
-        raise ValueError(f"heads_kv is {groups}, but the {heads} heads of x must be a multiple")
+        raise ValueError(f"heads_kv is {groups}, but must divide the {heads} heads of x")
     return groups
 
 

@@ -66,10 +66,11 @@ def scale_of(
 def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
     if qv is None:
         return
-    if is_float8(v.dtype) or is_float8(q.dtype):
-        raise NotImplementedError(
-            f"qv is given, but must be None with v of {v.dtype}: there is no kernel for it"
-        )
+    for name, x in (("v", v), ("q", q)):
+        if is_float8(x.dtype):
+            raise NotImplementedError(
+                f"qv is given, but must be None with {name} of {x.dtype}: there is no kernel for it"
+            )
     wanted = [*q.shape[:-1], v.shape[-1]]
     if list(qv.shape) != wanted:
         raise ValueError(

@@ -139,7 +139,7 @@ def test_it_can_be_compiled():
         (dict(x=torch.zeros(1, 2, 3, 8).double()), "x has dtype torch.float64, but must be"),
         (dict(x=torch.zeros(2, 3, 8)), r"x has shape \[2, 3, 8\], but must have 4 dimensions"),
         (dict(granularity="block"), "granularity is 'block', but must be 'head' or 'tensor'"),
-        (dict(heads_kv=2), "heads_kv is 2, but the 3 heads of x must be a multiple"),
+        (dict(heads_kv=2), "heads_kv is 2, but must divide the 3 heads of x"),
         (dict(heads_kv=0), "heads_kv is 0, but must be >= 1"),
         (dict(rotate=True, x=torch.zeros(1, 2, 3, 24)), "x has head dimension 24, but rotate=True"),
         (dict(smooth=2), "smooth is 2, but must be True or False"),

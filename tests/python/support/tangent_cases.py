@@ -61,10 +61,9 @@ class Case:
         self.sinks = self.draw(HEADS, dtype="fp32") if given.pop("sinks", False) else None
         slopes = self.rng.uniform(0, 0.2, (BATCH, HEADS)).astype(np.float32)
         slopes = slopes if given.pop("slopes", False) else None
-        shown = (
-            None  # some pairs, all keys from 64 to 127 of half of the rows, and nothing of row 5
-        )
+        shown = None
         if given.pop("mask", False):
+            # Some pairs, all keys from 64 to 127 of half of the rows, and nothing of row 5.
             shown = self.rng.random((1, HEADS, ROWS, KEYS)) < 0.3
             shown[:, :, : ROWS // 2, 64:128] = True
             shown[:, :, 5] = False
