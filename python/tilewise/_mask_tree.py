@@ -227,9 +227,10 @@ def as_blocks(xp: Any, bits: Any, older: Any, capacity: int) -> tuple[list[Any],
     lengths, and graphs can be traced.
 
     Args:
-        xp: ``torch`` or ``numpy``, whichever the arrays belong to.
+        xp: ``torch``, ``numpy`` or, with 64-bit integers enabled, ``jax.numpy``, whichever the
+            arrays belong to.
         bits: int64 [batch or 1, rows].
-        older: int64 [batch], the keys of each sequence before its draft keys; negative if it has
+        older: integer [batch], the keys of each sequence before its draft keys; negative if it has
             fewer keys than rows.
         capacity: The largest number of keys that a sequence may have.
     """
@@ -245,9 +246,10 @@ def as_blocks(xp: Any, bits: Any, older: Any, capacity: int) -> tuple[list[Any],
         moved = xp.where(at >= 0, half << xp.clip(at, 0, 31), half >> xp.clip(-at, 0, 31))
         shown = shown | xp.where(abs(at) < 32, moved & _HALF, 0)
     signed = xp.where(shown > _HALF >> 1, shown - _HALF - 1, shown)
-    blocks = xp.zeros((2 * batch + 1, BLOCK, _WORDS), dtype=xp.int32, **on)
-    by_block = signed.reshape(batch, rows, 2, _WORDS).swapaxes(1, 2)
-    blocks[: 2 * batch, :rows] = by_block.reshape(2 * batch, rows, _WORDS)
+    by_block = xp.asarray(signed, dtype=xp.int32).reshape(batch, rows, 2, _WORDS).swapaxes(1, 2)
+    hidden = xp.zeros((2 * batch + 1, BLOCK, _WORDS), dtype=xp.int32, **on)
+    parts = by_block.reshape(2 * batch, rows, _WORDS), hidden[1:, rows:]
+    blocks = xp.concatenate((xp.concatenate(parts, 1), hidden[:1]))
     entries = _entries(xp, full, 2 * xp.arange(batch, **on))
     first = 3 * xp.arange(batch + 1, dtype=xp.int32, **on)
     numbers = {"mask_heads": 1, "mask_rows": rows, "mask_keys": capacity + 3 * BLOCK}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewise import _check, masks
+from tilewise import _check, _mask_tree, masks
 from tilewise._describe import OptionalFields
 from tilewise._request import Request, Sequences
 
@@ -137,8 +138,29 @@ def _scale(scale: Any, head_dim: int, arrays: Arrays) -> float:
 
 def _mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> Arrays:
     masks.check(mask, batch, heads, lengths)
-    arrays = [as_array("the array of mask", x) for x in mask.arguments()]
+    return _by_name(as_array("the array of mask", x) for x in mask.arguments())
+
+
+def _by_name(arrays: Iterable[Any]) -> Arrays:
     return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
+
+
+def mask_of_cache(mask: Any, arrays: Arrays, batch: int) -> tuple[Arrays, dict[str, int]]:
+    """The arrays and the numbers of a mask over the cache of ``arrays``."""
+    q, starts, table = arrays["q"], arrays.get("cu_seqlens_q"), arrays.get("block_table")
+    capacity = arrays["k"].shape[1] * (1 if table is None else table.shape[1])
+    rows = None if starts is not None else q.shape[1]
+    if not isinstance(mask, masks.Tree):
+        lengths = None if rows is None else (rows, capacity)
+        return _mask(mask, batch, q.shape[-2], lengths), mask.numbers()
+    _mask_tree.check(mask, batch, rows, starts is not None)
+    used = arrays.get("seqused_k", jnp.full((batch,), capacity, jnp.int32))
+    draft = rows if starts is None else jnp.diff(starts)
+    older = used - arrays.get("leftpad_k", 0) - draft
+    with jax.enable_x64(True):  # a row has 64 bits
+        bits = as_array("the array of mask", mask.bits)
+        of_mask, numbers = _mask_tree.as_blocks(jnp, bits, older, capacity)
+    return _by_name(of_mask), numbers
 
 
 def problem(

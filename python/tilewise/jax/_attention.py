@@ -132,13 +132,17 @@ def attention_with_kvcache(
     window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None, out_dtype: Any = None,
+    v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
+    out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of new queries to all keys in a cache, which the call only reads.
 
     Arguments, results and errors are those of ``tilewise.attention_with_kvcache``; index arrays are
     int32. JAX arrays do not change, so new keys are written before the call, for instance by
     ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens includes them.
+
+    The number of rows of packed sequences is known only when the computation runs: those past the
+    rows of a ``Tree`` see no key.
 
     The function is for inference: it has no derivative.
     """
@@ -174,11 +178,13 @@ def attention_with_kvcache(
             rows, _ = _check.bounds_of_bias(full.shape, rows, capacity)
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale, out_dtype=out_dtype,
+        False, batch_invariant, k_descale, v_descale, None, return_max_logits, out_dtype,
     )  # fmt: skip
-    problem = _arguments.problem(
-        arrays, batch, request, max_seqlen_q=rows, num_splits=_check.split_count(num_splits)
-    )
+    numbers: dict[str, Any] = dict(max_seqlen_q=rows, num_splits=_check.split_count(num_splits))
+    if mask is not None:
+        of_mask, sizes = _arguments.mask_of_cache(mask, arrays, batch)
+        arrays, numbers = arrays | of_mask, numbers | sizes
+    problem = _arguments.problem(arrays, batch, request, **numbers)
     return _results(request, problem._replace(inference=True), arrays)
 
 

@@ -72,6 +72,10 @@ CACHES = {
         rows=(4, 1), keys=(40, 9), varlen_q=True, heads_kv=1, group=2, head_dim=16, page_size=8,
         used_k=(33, 9), leftpad=(3, 0), window=(12, 0),
     ),
+    "pages, mask, largest logits, float32 out": Case(
+        "fp16", rows=(3, 3), keys=(150, 300), heads_kv=2, group=2, head_dim=32, page_size=16,
+        used_k=(141, 300), mask_blocks="bh", max_logits=True, float32_out=True, softcap=3.0,
+    ),
     "rows of a cache": Case(
         "fp16", rows=(2, 2), keys=(20, 20), heads_kv=2, head_dim=32, kv_idx=(3, 1),
         used_k=(11, 20), window=(-1, 0), alibi="h", bias="r",
@@ -155,12 +159,17 @@ def test_cache(name):
     }  # fmt: skip
     given = {renamed.get(n, n): x for n, x in meta.items()}
     q, k, v = (leaves.pop(n) for n in "qkv")
-    run = partial(tj.attention_with_kvcache, **options, num_splits=case.splits, return_lse=True)
-    out, lse = jax.jit(run)(q, k, v, **given, **leaves)
+    options |= dict(num_splits=case.splits, return_max_logits=case.max_logits)
+    if built.mask is not None:
+        options["mask"] = tilewise.masks.from_bool(built.mask)
+    run = partial(tj.attention_with_kvcache, **options, return_lse=True)
+    out, lse, *max_logits = jax.jit(run)(q, k, v, **given, **leaves)
     want = built.expected()
     yard = yard_of(built, want)
     check_out(to_float64(out, 3), want, case.dtype, yard, name)
     check_lse(heads_last(lse), want.lse, case.dtype, yard, name)
+    for found in max_logits:
+        check_lse(np.asarray(found, float), want.max_logits, case.dtype, yard, name, "max_logits")
 
 
 def test_float8_cache_has_the_bits_of_numpy_arrays():

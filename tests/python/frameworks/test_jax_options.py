@@ -1,5 +1,5 @@
-"""Options of ``tilewise.jax`` that change the dtype of out or of what the backward reads, against
-the bits of NumPy arrays and under JAX's transformations."""
+"""Options of ``tilewise.jax`` against the bits of NumPy arrays and under JAX's transformations: the
+dtypes of out and of what the backward reads; masks and largest logits of caches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import tilewise
 import tilewise.jax as tj
 from jax_arrays import random, same
+from tilewise import masks
 
 pytestmark = pytest.mark.jax
 
@@ -140,3 +141,91 @@ def test_precise_backward_of_saturated_rows():
     for seed in (3, 11, 13):
         assert error(seed) > 0.2
         assert error(seed, precise_backward=True) < 5e-3
+
+
+# --- caches: masks and largest logits -------------------------------------------------------------
+
+TREE = masks.Tree.from_parents([-1, 0, 0, 1, -1])
+DEEP = masks.Tree.from_parents([-1, 0, 1, 2, 3])
+# Lengths with draft keys in one block, across two blocks, and fewer keys than rows.
+LENGTHS = np.array([150, 3, 129, 300], np.int32)
+PAGES = np.arange(40, dtype=np.int32)[::-1].reshape(4, 10)
+STARTS_OF_ROWS = np.array([0, 5, 5, 8, 9], np.int32)
+
+
+def cache(layout):
+    """q, the caches and the options of a call; 4 sequences with room for 320 keys."""
+    q, k, v = random((4, 5, 4, 16), (4, 320, 2, 16), (4, 320, 2, 8))
+    if layout == "left padding":
+        return (q, k, v), dict(cache_leftpad=np.array([2, 0, 100, 0], np.int32))
+    if layout == "rows of a cache":
+        return (q, k, v), dict(cache_batch_idx=np.array([2, 3, 1, 0], np.int32))
+    k, v = (x.reshape(40, 32, 2, -1) for x in (k, v))
+    if layout == "pages":
+        return (q, k, v), dict(block_table=PAGES, window=(200, -1))
+    return (q.reshape(20, 4, 16), k, v), dict(block_table=PAGES, cu_seqlens_q=STARTS_OF_ROWS)
+
+
+MASKS = {
+    "tree": TREE,
+    "tree of each sequence": masks.Tree([[31, 3, 5, 9, 16], [31] * 5, [1, 2, 4, 8, 16], [17] * 5]),
+    "ranges": masks.Ranges([[0, 3], [3, 5]], [[0, 90], [60, 400]]),
+    "blocks": masks.from_bool(np.arange(5 * 320).reshape(5, 320) % 7 < 4),
+}
+
+
+@pytest.mark.parametrize("layout", ["left padding", "rows of a cache", "pages", "packed pages"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_caches_have_the_bits_of_numpy_arrays(name, layout):
+    inputs, options = cache(layout)
+    options |= dict(cache_seqlens=LENGTHS)
+    more = dict(mask=MASKS[name], return_lse=True, return_max_logits=True)
+    want = tilewise.attention_with_kvcache(*host(inputs), **options, **more)
+    fixed = {n: x for n, x in options.items() if n == "window"}
+    traced = {n: x for n, x in options.items() if n not in fixed}
+    attend = partial(tj.attention_with_kvcache, **more, **fixed)
+    assert same(attend(*inputs, **traced), want)
+    assert same(jax.jit(attend)(*inputs, **traced), want)
+    out, logits = attend(*inputs, **traced, return_lse=False)
+    assert logits.shape == (4, 4) and same((out, logits), (want[0], want[2]))
+    hidden = want[0] != attend(*inputs, **traced, mask=None)[0]
+    assert hidden.any()
+
+
+def test_trees_in_loops_and_of_mapped_lengths():
+    """The lists of a tree depend on lengths that change inside the computation."""
+    inputs, options = cache("pages")
+
+    def attend(lengths):
+        given = dict(options, cache_seqlens=lengths, mask=TREE)
+        return tj.attention_with_kvcache(*inputs, **given, return_max_logits=True)
+
+    every = jnp.asarray(LENGTHS) + 10 * jnp.arange(3)[:, None]
+    alone = [attend(lengths) for lengths in every]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *alone)
+    assert same(jax.jit(jax.vmap(attend))(every), want)
+    step = lambda lengths, _: (lengths + 10, attend(lengths))  # noqa: E731
+    assert same(jax.lax.scan(step, every[0], None, 3)[1], want)
+
+
+def test_rows_past_those_of_a_tree_see_nothing():
+    """The lengths of packed sequences are known only when the computation runs."""
+    inputs, options = cache("packed pages")
+    out = tj.attention_with_kvcache(*inputs, **options, cache_seqlens=LENGTHS, mask=DEEP)
+    short = masks.Tree(DEEP.bits[:, :3])
+    less = tj.attention_with_kvcache(*inputs, **options, cache_seqlens=LENGTHS, mask=short)
+    assert same(less, out.at[3:5].set(0.0))
+
+
+@pytest.mark.parametrize(
+    "layout, mask, message",
+    [
+        ("pages", masks.Tree([1, 2, 4]), "mask is a tree of 3 rows, but q has 5"),
+        ("packed pages", masks.Tree([[1]] * 3), "mask has batch 3, but must have 1 or 4 like q"),
+        ("pages", masks.from_bool(np.ones((5, 32), bool)), "must be for 5 rows and 320 keys"),
+    ],
+)
+def test_masks_that_do_not_fit_a_cache(layout, mask, message):
+    inputs, options = cache(layout)
+    with pytest.raises(ValueError, match=message):
+        tj.attention_with_kvcache(*inputs, **options, mask=mask)

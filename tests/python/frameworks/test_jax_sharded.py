@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: `make test-jax` i
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import tilewise
 import tilewise.jax as tj
 from jax_arrays import close, random, same
 
@@ -139,6 +140,34 @@ def test_float32_out(option, spec):
     compiled = jax.jit(partial(derivatives, attend)).lower(*cut).compile()
     assert " all-gather(" not in compiled.as_text()
     assert same(compiled(*cut), want, 2**-6)
+
+
+@two_devices
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+def test_cache_with_a_tree(spec):
+    """Lists of a mask are those of all sequences, so XLA gathers the call; a shard_map need not."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k = random((2, 3, 4, 16), (2, 200, 2, 16))
+    lengths = jnp.array([150, 20], jnp.int32)
+    tree = tilewise.masks.Tree.from_parents([-1, 0, 0])
+
+    def attend(q, k, lengths):
+        return tj.attention_with_kvcache(
+            q, k, k, cache_seqlens=lengths, mask=tree, return_max_logits=True
+        )
+
+    of_lengths, of_logits = (P("x"), P("x")) if spec == P("x") else (P(), P(None, "x"))
+    specs = (spec, spec, of_lengths)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(spec, of_logits))
+    want = attend(q, k, lengths)
+    assert same(jax.jit(sharded)(q, k, lengths), want)
+    cut = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, s))
+        for x, s in zip((q, k, lengths), specs, strict=True)
+    ]
+    compiled = jax.jit(attend).lower(*cut).compile()
+    assert " all-gather(" in compiled.as_text()
+    assert same(compiled(*cut), want)
 
 
 @two_devices
