@@ -27,7 +27,8 @@ def attention(
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, out_dtype: Any = None, reduce_replicated: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
+    reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of one batch of sequences whose rows are sharded across a group.
 
@@ -64,6 +65,7 @@ def attention(
         return_max_logits: Return the largest logits of the whole sequence after out and lse.
         out_dtype: As in ``tilewise.attention``, the same on all ranks; a gradient of out travels in
             the dtype of q.
+        precise_backward: As in ``tilewise.attention``, the same on all ranks.
         reduce_replicated: Give scale, sinks and a replicated bias the sum of their gradients over
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
@@ -80,7 +82,7 @@ def attention(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
     grid = grid_of(mesh, ranks)
@@ -105,7 +107,8 @@ def attention_varlen(
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
-    return_max_logits: bool = False, out_dtype: Any = None, reduce_replicated: bool = False,
+    return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
+    reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
     """Exact attention of packed sequences of different lengths, each sharded across ranks.
 
@@ -142,7 +145,7 @@ def attention_varlen(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype,
+        out_dtype, precise_backward,
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)
@@ -190,8 +193,7 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    foreign = ("check", "precise_backward")
-    known = [name for name in Request().arguments() if name not in foreign]
+    known = [name for name in Request().arguments() if name != "check"]
     for name in options:
         if name not in known:
             raise TypeError(f"{name} is given, but the options are {', '.join(known)}")

@@ -50,7 +50,8 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]
     out, lse = result if p.request.return_lse else (result, None)
     if max_logits is not None:
         max_logits = largest_of_ranks(max_logits, p.ranks, "max_logits")
-    return out, lse, max_logits
+    # With precise_backward, the other methods return the float32 out that their backward gets.
+    return out.to(p.out_dtype), lse, max_logits
 
 
 def _as_shard(p: Problem) -> Request:
@@ -76,7 +77,7 @@ def _method(p: Problem, name: str) -> Method:
         return _over_rows(p.ranks, p.cut, device, None if name == "ring" else transport)
     return Ulysses(
         p.ranks, p.cut.row_runs, p.cut.key_runs, p.cut.whole(device), p.request.return_lse,
-        transport_of(p.ranks, device),
+        p.out_dtype, transport_of(p.ranks, device),
     )  # fmt: skip
 
 
@@ -114,5 +115,5 @@ def _both(p: Problem, grid: Grid, name: str) -> Ulysses:
     )
     return Ulysses(
         grid.inside, inside_host(rows, grid), inside_host(keys, grid), between,
-        p.request.return_lse, transport_of(grid.inside, p.q.device),
+        p.request.return_lse, p.out_dtype, transport_of(grid.inside, p.q.device),
     )  # fmt: skip

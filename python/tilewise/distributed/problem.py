@@ -366,7 +366,7 @@ def _same(
     same["requires_grad of scale"] = str(torch.is_grad_enabled() and _requires_grad(scale))
     same["mask"] = str(_mask_of(request))
     for name in ("softcap", "dropout_p", "return_lse", "return_max_logits", "deterministic", "tf32",
-                 "batch_invariant", "out_dtype"):  # fmt: skip
+                 "batch_invariant", "out_dtype", "precise_backward"):  # fmt: skip
         same[name] = str(getattr(request, name))
     return same
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._options import WANT_K, WANT_Q, WANT_V, Options, out_dtype_of
+from .._options import WANT_K, WANT_Q, WANT_V, Options
 from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
 from .exchange import (
     Exchange,
@@ -200,13 +200,16 @@ def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: to
 
 
 class Ulysses:
-    """See ``core.Method``; rows and keys are the runs of all ranks. `inner` computes the heads."""
+    """See ``core.Method``; rows and keys are the runs of all ranks. `inner` computes the heads; its
+    out is sent in out_dtype, and the backward gets it as it was computed.
+    """
 
     def __init__(
         self, ranks: Ranks, rows: Sequence[Runs], keys: Sequence[Runs], inner: Method,
-        return_lse: bool, transport: Transport,
+        return_lse: bool, out_dtype: torch.dtype, transport: Transport,
     ) -> None:  # fmt: skip
-        self._ranks, self._inner, self._return_lse = ranks, inner, return_lse
+        self._ranks, self._inner = ranks, inner
+        self._return_lse, self._out_dtype = return_lse, out_dtype
         self._transport = transport
         self._rows, self._keys = tuple(rows), tuple(keys)
         self._sizes: list[int] = []  # how many tensors of the state each group has
@@ -287,23 +290,21 @@ class Ulysses:
         plan_q, plan_kv = self._plans(q)
         plans = (plan_q, plan_kv, plan_kv)
         batch, rows, heads, _ = q.shape
-        out_dtype = out_dtype_of(q, options)
-        outs = Unpacked((batch, rows, heads, v.shape[3]), out_dtype, q.device, plan_q)
+        outs = Unpacked((batch, rows, heads, v.shape[3]), self._out_dtype, q.device, plan_q)
         lses = None
         if self._return_lse:
             lses = Unpacked((batch, rows, heads, 1), torch.float32, q.device, plan_q)
         state: list[Tensor] = []
 
         def compute(group: int, x: list[Tensor]) -> tuple[Exchange, Any]:
-            result = _nothing(x[0], x[2], out_dtype)
+            result = _nothing(x[0], x[2])
             if x[0].shape[2]:
                 part = self._options(options, plans, group)
                 result = self._inner.forward(x[0], x[1], x[2], part, max_logits)
             self._sizes.append(len(result.state))
             state.extend(result.state)
-            lse = result.lse.transpose(1, 2).unsqueeze(3)
-            runs = (self._rows, self._rows)
-            return self._store(group, (result.out, lse), runs, (outs, lses), "out")
+            out, lse = result.out.to(self._out_dtype), result.lse.transpose(1, 2).unsqueeze(3)
+            return self._store(group, (out, lse), (self._rows,) * 2, (outs, lses), "out")
 
         load = self._load((q, k, v), (self._rows, self._keys, self._keys), plans, "q, k and v")
         overlapped(len(plan_q.heads), load, compute, _taker((outs, lses)))
@@ -369,11 +370,11 @@ def _taker(targets: Sequence[Unpacked | None]) -> Any:
     return finish
 
 
-def _nothing(q: Tensor, v: Tensor, out_dtype: torch.dtype) -> Result:
+def _nothing(q: Tensor, v: Tensor) -> Result:
     """The result of no heads."""
     batch, rows = q.shape[:2]
     lse = q.new_empty((batch, 0, rows), dtype=torch.float32)
-    return Result(q.new_empty((batch, rows, 0, v.shape[3]), dtype=out_dtype), lse, [])
+    return Result(q.new_empty((batch, rows, 0, v.shape[3])), lse, [])
 
 
 def own_bias(

@@ -10,13 +10,8 @@ import torch
 
 import capi
 import tilewise
-from cases import Built, Case, flat, run
-
-# Two rows and keys with scores of the size of sqrt(96), so that one weight is close to 1: delta and
-# dp then cancel to a small part of themselves.
-SATURATED = Case(rows=(2,), keys=(2,), dtype="fp16", head_dim=96, head_dim_v=96, scale=1.0,
-                 sinks=True)  # fmt: skip
-SUBNORMAL = 2.0**-24  # distance of the smallest numbers of fp16
+from cases import Built, flat, run
+from saturated import SATURATED, bound, error
 
 
 def of_attention(b: Built, precise: bool, **options) -> list[np.ndarray]:
@@ -34,24 +29,6 @@ def of_abi(b: Built, wide: bool) -> list[np.ndarray]:
     return [grads["q"], grads["k"]]
 
 
-def error(b: Built, got: list[np.ndarray]) -> float:
-    """The error of dq and dk, relative to the largest exact one, beyond what fp16 can hold and what
-    rounding the terms of delta to fp32 costs.
-    """
-    exact = b.expected()
-    want = (exact.dq, exact.dk)
-    wrong = max(np.abs(x - y).max() for x, y in zip(got, want, strict=True))
-    terms = np.abs(flat(b.dout) * exact.out).sum(-1).max()
-    factor = max(np.abs(flat(x)).max() for x in (b.q, b.k))
-    unavoidable = SUBNORMAL + 2 * 2.0**-24 * terms * factor
-    return float((wrong - unavoidable) / max(np.abs(y).max() for y in want))
-
-
-def bound(device: object) -> float:
-    """On tensor cores the derivatives of the scores are rounded to fp16 as well."""
-    return 1e-3 if device.name == "cpu" else 2e-3
-
-
 @pytest.mark.abi
 def test_saturated_rows(device):
     for target in capi.targets():
@@ -61,7 +38,7 @@ def test_saturated_rows(device):
                 for b in (Built(replace(SATURATED, seed=seed)) for seed in range(40))
             ])  # fmt: skip
         assert (rounded > 0.1).sum() > 3, target
-        assert precise.max() < bound(device), target
+        assert precise.max() < bound(device.name), target
 
 
 @pytest.mark.tensors
@@ -71,7 +48,7 @@ def test_autograd_keeps_out_in_float32(device):
         precise = of_attention(b, True, deterministic=True)
         wide = of_attention(b, False, deterministic=True, out_dtype=torch.float32)
         assert all(np.array_equal(x, y) for x, y in zip(precise, wide, strict=True))
-        assert error(b, precise) < bound(device)
+        assert error(b, precise) < bound(device.name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

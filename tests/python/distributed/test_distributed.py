@@ -140,6 +140,15 @@ def ends(lengths: tuple[int, ...]) -> list[int]:
 _meshes: dict[str, object] = {}
 
 
+def mesh_of(method: str) -> dict[str, Any]:
+    """The method as an argument; "mesh m" is the method m of a mesh of 2 x 2 ranks."""
+    if not method.startswith("mesh "):
+        return {"method": method}
+    if "mesh" not in _meshes:
+        _meshes["mesh"] = torch.distributed.init_device_mesh(device().type, (2, 2))
+    return {"mesh": _meshes["mesh"], "method": method.removeprefix("mesh ")}
+
+
 def draw_as(b: Built, group) -> Any:
     """Replaces what rank 0 draws for dropout by the state of the case, for the unsharded result."""
     rank = torch.distributed.get_rank(group)
@@ -150,17 +159,11 @@ def draw_as(b: Built, group) -> Any:
 def compute(
     group, case: Case, method: str, layout: str, b: Built | None = None
 ) -> dict[str, np.ndarray]:
-    """This rank's results in float64, by the oracle's names; "mesh m" is the method m of a mesh of
-    2 x 2 ranks.
-    """
+    """This rank's results in float64, by the oracle's names."""
     b = b or Built(case)
     place = device()
     qkv, options = arguments(b, layout, group)
-    if method.startswith("mesh "):
-        if "mesh" not in _meshes:
-            _meshes["mesh"] = torch.distributed.init_device_mesh(place.type, (2, 2))
-        options["mesh"], method = _meshes["mesh"], method.removeprefix("mesh ")
-    common = {"group": group, "method": method, "layout": layout, "return_lse": True}
+    common = {"group": group, "layout": layout, "return_lse": True, **mesh_of(method)}
     common["return_max_logits"] = case.max_logits
     common["out_dtype"] = torch.float32 if case.float32_out else None
     where: dict = {"layout": layout, "group": group, "cu_seqlens": cuts(case)[0]}
