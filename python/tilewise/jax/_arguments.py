@@ -43,8 +43,9 @@ def as_array(name: str, value: Any) -> jax.Array:
 def inputs(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> list[Any]:
     """q, k and v as arrays of dtypes that go together."""
     q, k, v = (as_array(name, x) for name, x in zip(names, (q, k, v), strict=True))
-    if str(q.dtype) not in _FLOATS:
-        raise TypeError(f"q has dtype {q.dtype}, but must be float32, float16 or bfloat16")
+    if str(q.dtype) not in _FLOATS and not _check.is_float8(q.dtype):
+        allowed = "float32, float16, bfloat16 or float8_e4m3fn"
+        raise TypeError(f"q has dtype {q.dtype}, but must be {allowed}")
     _check.key_dtype(names[1], k.dtype, k.dtype, q.dtype)
     _check.key_dtype(names[2], v.dtype, k.dtype, q.dtype)
     return [q, k, v]
@@ -73,9 +74,11 @@ def bias(value: Any, dtype: Any, scores: tuple[int, int, int | None, int | None]
     Rows and keys are None where the host does not know the lengths; ``dtype`` is that of q.
     """
     array = as_array("bias", value)
-    if array.dtype != jnp.float32 and array.dtype != dtype:
-        allowed = "float32" if dtype == jnp.float32 else f"float32 or {dtype}"
-        raise TypeError(f"bias has dtype {array.dtype}, but must be {allowed}")
+    allowed = _check.bias_dtypes(dtype, _OUT_DTYPES)
+    if array.dtype not in allowed:
+        raise TypeError(
+            f"bias has dtype {array.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
+        )
     _check.bias(array, *scores)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 

@@ -22,7 +22,7 @@ def attention(
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
     batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None,
     layout: str = "bshd", mask: Any = None, return_max_logits: bool = False,
-    out_dtype: Any = None, precise_backward: bool = False,
+    out_dtype: Any = None, precise_backward: bool = False, q_descale: Any = None,
 ) -> Any:  # fmt: skip
     """``tilewise.attention`` on JAX arrays: exact attention of equal-length sequences.
 
@@ -41,7 +41,7 @@ def attention(
         out; with return_lse also lse, and with return_max_logits also max_logits. out and lse have
         derivatives, also in forward mode and second ones: those of q, k, v, bias, sinks and a
         scale that is an array. The tangent of out has its dtype, and its gradient is rounded to the
-        dtype of q where out is float32.
+        dtype of q where out is float32. float8_e4m3fn has none.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -61,7 +61,7 @@ def attention(
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     problem = _arguments.problem(arrays, q.shape[0], request, dropout_seed, heads_first)
     return _results(request, problem, arrays)
@@ -76,7 +76,7 @@ def attention_varlen(
     dropout_seed: Any = None, return_lse: bool = False, deterministic: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
     v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
-    out_dtype: Any = None, precise_backward: bool = False,
+    out_dtype: Any = None, precise_backward: bool = False, q_descale: Any = None,
 ) -> Any:  # fmt: skip
     """``tilewise.attention_varlen`` on JAX arrays: exact attention of packed sequences.
 
@@ -117,7 +117,7 @@ def attention_varlen(
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     problem = _arguments.problem(
         arrays, batch, request, dropout_seed, max_seqlen_q=rows, max_seqlen_k=keys
@@ -133,7 +133,7 @@ def attention_with_kvcache(
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
     v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
-    out_dtype: Any = None,
+    out_dtype: Any = None, q_descale: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of new queries to all keys in a cache, which the call only reads.
 
@@ -178,7 +178,8 @@ def attention_with_kvcache(
             rows, _ = _check.bounds_of_bias(full.shape, rows, capacity)
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale, None, return_max_logits, out_dtype,
+        False, batch_invariant, k_descale, v_descale, None, return_max_logits, out_dtype, False,
+        q_descale,
     )  # fmt: skip
     numbers: dict[str, Any] = dict(max_seqlen_q=rows, num_splits=_check.split_count(num_splits))
     if mask is not None:

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from tilewise import _check
+
 from ._primitives import BACKWARD, FORWARD, JVP, JVP_OF_JVP, SECOND, Arrays, Names, bind
 from ._problem import Problem, direction_of, tangent_of
 
@@ -62,13 +64,14 @@ def _no_derivative(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _check_moved(problem: Problem, moved: Names) -> None:
+def _check_moved(problem: Problem, arrays: Arrays, moved: Arrays) -> None:
     """Refuses a derivative with respect to inputs that have none."""
     if problem.inference:
         raise NotImplementedError(
             "tilewise.jax: attention_with_kvcache is for inference and has no derivative; "
             "attention and attention_varlen have"
         )
+    _check.differentiable(arrays["q"])
     for name in moved:
         if name not in _DIFFERENTIABLE:
             bias = ", or a bias computed from the slopes" if name == "alibi_slopes" else ""
@@ -86,7 +89,7 @@ def _forward_tangents(
 ) -> Any:
     arrays = _given(problem, given, primals)
     moved = _given(problem, given, tangents)
-    _check_moved(problem, tuple(moved))
+    _check_moved(problem, arrays, moved)
     more = tuple(name for name in wanted if name not in _STATE)
     made = bind(FORWARD, problem, arrays, (*_STATE, *more))
     along = {tangent_of(name): x for name, x in moved.items()}

@@ -28,7 +28,8 @@ def dot_product_attention(
     - value may have another head dimension than key.
 
     Args:
-        query: [B, T, N, H] or [T, N, H]; float32, float16 or bfloat16.
+        query: [B, T, N, H] or [T, N, H]; float32, float16, bfloat16 or (without derivatives)
+            float8_e4m3fn.
         key: [B, S, K, H] or [S, K, H], where N is a multiple of K.
         value: [B, S, K, Hv] or [S, K, Hv].
         bias: Broadcastable to [B, N, T, S], float32 or the dtype of query. Differentiable.
@@ -43,7 +44,7 @@ def dot_product_attention(
         return_residual: Return (out, lse) with lse float32 [B, T, N] or [T, N].
 
     Returns:
-        out in the shape of query, with Hv columns, and its dtype.
+        out in the shape of query, with Hv columns, and its dtype, or bfloat16 for float8_e4m3fn.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

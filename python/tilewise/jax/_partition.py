@@ -18,6 +18,8 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tilewise._check import DESCALES
+
 from ._problem import Problem, Shape, Shapes, plain_name
 
 # The roles of dimensions. A dimension that is never divided has None.
@@ -104,8 +106,7 @@ def _roles(problem: Problem, given: Shapes, name: str, shape: Shape) -> _Roles:
         "sinks": (_HEADS,),
         "max_logits": (batch, _HEADS),
         "block_table": (batch, None),
-        "k_descale": (batch, _HEADS),
-        "v_descale": (batch, _HEADS),
+        **dict.fromkeys(DESCALES, (batch, _HEADS)),
         **dict.fromkeys(_PER_SEQUENCE, (batch,)),
         **dict.fromkeys(_PER_ROW, (batch, _HEADS, None)[3 - rank :]),
     }

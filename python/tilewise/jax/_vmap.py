@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tilewise._check import DESCALES
+
 # Options whose first dimension is the batch.
-_PER_SEQUENCE = ("seqused_q", "seqused_k", "diagonal")
+_PER_SEQUENCE = ("seqused_q", "seqused_k", "diagonal", *DESCALES)
 _FOLDABLE = ("bias", "alibi_slopes", "sinks", "scale_tensor", *_PER_SEQUENCE)
 # Arrays that every sequence of the batch shares.
 _SHARED = ("sinks", "scale_tensor")

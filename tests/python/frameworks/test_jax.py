@@ -368,7 +368,6 @@ REFUSED = {
     "shape": (dict(k=np.zeros((2, 11, 2, 8), np.float32)), ValueError, "k has head dimension 8"),
     "float64": (dict(q=np.zeros((2, 9, 4, 16))), TypeError, "q has dtype float64, which JAX would"),
     "integers": (dict(q=jnp.zeros((2, 9, 4, 16), int)), TypeError, "q has dtype int32, but must"),
-    "float8": (dict(q=jnp.zeros((2, 9, 4, 16), jnp.float8_e4m3fn)), TypeError, "q has dtype float"),
     "other dtype": (dict(v=jnp.zeros((2, 11, 2, 16), jnp.bfloat16)), TypeError, "v has dtype bfl"),
     "tensor": (dict(q=torch.zeros(2, 9, 4, 16)), TypeError, "q is a torch.Tensor, but must be a j"),
     "list": (dict(k=[1.0]), TypeError, "k is a list, but must be a jax.Array or a NumPy array"),

@@ -1,8 +1,10 @@
 """Options of ``tilewise.jax`` against the bits of NumPy arrays and under JAX's transformations: the
-dtypes of out and of what the backward reads; masks and largest logits of caches."""
+dtypes of out and of what the backward reads; masks and largest logits of caches; float8
+queries."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,8 +13,12 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: `make test-jax` installs it")
 import jax.numpy as jnp
 
+import test_jax
 import tilewise
 import tilewise.jax as tj
+from bounds import check_lse, check_out
+from cases import Case
+from float8_cases import with_float8
 from jax_arrays import random, same
 from tilewise import masks
 
@@ -229,3 +235,122 @@ def test_masks_that_do_not_fit_a_cache(layout, mask, message):
     inputs, options = cache(layout)
     with pytest.raises(ValueError, match=message):
         tj.attention_with_kvcache(*inputs, **options, mask=mask)
+
+
+# --- float8 queries -------------------------------------------------------------------------------
+
+EIGHT_BITS = Case("bf16", heads_kv=2, group=2, head_dim=32, head_dim_v=16, softcap=4.0, sinks=True)
+FLOAT8_CASES = {
+    "attention": replace(EIGHT_BITS, rows=(40,) * 2, keys=(50,) * 2, window=(-1, 0), bias="h"),
+    "packed, fp16 out": replace(
+        EIGHT_BITS, dtype="fp16", rows=(5, 0, 40), keys=(9, 4, 40), varlen_q=True, varlen_k=True,
+        tail_q=3,
+    ),
+    "pages, float32 out": replace(
+        EIGHT_BITS, rows=(1,) * 3, keys=(40, 7, 64), used_k=(33, 7, 64), page_size=16,
+        float32_out=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_float8_queries_equal_the_oracle(name):
+    case = FLOAT8_CASES[name]
+    built, leaves, options = test_jax.arguments(case)
+    with_float8(built, factors=True, signed=True, queries=True)
+    for each in "qkv":
+        codes = built.bytes[each].cpu().numpy()
+        leaves[each] = jnp.asarray(codes.view(jnp.float8_e4m3fn))
+    for each, factors in built.descales.items():
+        options[each] = test_jax.to_jax(factors)
+    options.setdefault("out_dtype", str(test_jax.FLOATS[built.dtype].dtype))
+    meta = {n: test_jax.to_jax(x) for n, x in built.meta.items()}
+    attend = tj.attention_varlen if case.varlen_q else tj.attention
+    if case.page_size:
+        meta = dict(block_table=meta["block_table"], cache_seqlens=meta["seqused_k"])
+        q, k, v = (leaves.pop(x) for x in "qkv")
+        attend = partial(tj.attention_with_kvcache, q, k, v)
+    out, lse = jax.jit(partial(attend, **options, return_lse=True))(**leaves, **meta)
+    want = built.expected()
+    yard = test_jax.yard_of(built, want)
+    assert out.dtype == options["out_dtype"]
+    check_out(test_jax.to_float64(out, 3), want, case.dtype, yard, name)
+    check_lse(test_jax.heads_last(lse), want.lse, case.dtype, yard, name)
+
+
+def float8():
+    """q, k, v and descales that are broadcast in different ways."""
+    inputs = [x.astype(jnp.float8_e4m3fn) for x in arrays("float32")]
+    factors = jnp.array([[0.5], [2.0]]), jnp.array([[0.25, 1.5]]), jnp.array([[0.5, 1.0], [2, -1]])
+    return inputs, dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+
+
+@pytest.mark.parametrize("out_dtype", [None, *DTYPES, "float32"])
+def test_float8_queries_have_the_bits_of_numpy_arrays(out_dtype):
+    inputs, factors = float8()
+    options = dict(causal=True, return_lse=True, return_max_logits=True, out_dtype=out_dtype)
+    got = jax.jit(partial(tj.attention, **options))(*inputs, **factors)
+    want = tilewise.attention(*host(inputs), **host(factors), **options)
+    assert got[0].dtype == (out_dtype or "bfloat16") and got[0].dtype == want[0].dtype
+    assert same(got, want, ROUNDED_WEIGHTS)
+    plain = tj.attention(*inputs, **options)
+    assert (got[1] != plain[1]).any()
+    assert same(tj.dot_product_attention(*inputs), tj.attention(*inputs))
+    lengths = np.array([11, 7], np.int32)
+    options = dict(cache_seqlens=lengths, out_dtype=out_dtype)
+    got = tj.attention_with_kvcache(*inputs, **factors, **options)
+    want = tilewise.attention_with_kvcache(*host(inputs), **host(factors), **options)
+    assert same(got, want, ROUNDED_WEIGHTS)
+
+
+def test_float8_queries_are_mapped_by_one_call():
+    (q, k, v), factors = float8()
+    more = jnp.stack([q, -q, q[::-1]]), jnp.array([1.0, 0.5, 3.0])
+
+    def attend(q, factor):
+        given = factors | dict(q_descale=factor * factors["q_descale"])
+        return tj.attention(q, k, v, **given, causal=True)
+
+    mapped = jax.vmap(attend)
+    assert str(jax.make_jaxpr(mapped)(*more)).count("tilewise_forward") == 1
+    assert same(mapped(*more), jnp.stack([attend(*x) for x in zip(*more, strict=True)]))
+
+
+ONLY_FORWARD = "q has dtype float8_e4m3fn, of which there is only the forward"
+DERIVED = {
+    "gradient of q": lambda q, k, v: jax.grad(lambda q: tj.attention(q, k, v).sum())(q),
+    "tangent of v": lambda q, k, v: jax.jvp(lambda v: tj.attention(q, k, v), (v,), (v,)),
+    "gradient of sinks": lambda q, k, v: jax.grad(
+        lambda sinks: tj.attention(q, k, v, sinks=sinks).sum()
+    )(jnp.ones(4)),
+    "gradient of q_descale": lambda q, k, v: jax.grad(
+        lambda factor: tj.attention(q, k, v, q_descale=factor).sum()
+    )(jnp.ones((2, 2))),
+    "rounded inside": lambda q, k, v: jax.grad(
+        lambda x: tj.attention(x.astype(jnp.float8_e4m3fn), k, v).sum()
+    )(q.astype(jnp.float32)),
+    "precise_backward": partial(tj.attention, precise_backward=True),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_derivatives_of_float8_queries_are_refused(name):
+    inputs, _ = float8()
+    with pytest.raises(NotImplementedError, match=ONLY_FORWARD):
+        DERIVED[name](*inputs)
+
+
+@pytest.mark.parametrize(
+    "changed, error, message",
+    [
+        (dict(k="bfloat16"), TypeError, "k has dtype bfloat16, but must have float8_e4m3fn like q"),
+        (dict(q="float8_e5m2"), TypeError, "q has dtype float8_e5m2, but must be float32, float16"),
+        (dict(q="bfloat16"), ValueError, "q_descale is given, but belongs to float8_e4m3 queries"),
+    ],
+)
+def test_dtypes_beside_float8_that_are_refused(changed, error, message):
+    inputs, factors = float8()
+    given = dict(zip("qkv", inputs, strict=True))
+    given |= {name: given[name].astype(dtype) for name, dtype in changed.items()}
+    with pytest.raises(error, match=message):
+        tj.attention(**given, **factors)

@@ -171,6 +171,27 @@ def test_cache_with_a_tree(spec):
 
 
 @two_devices
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+def test_float8_queries(spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k = random((2, 10, 4, 16), (2, 10, 2, 16), dtype=jnp.float8_e4m3fn)
+    factors = jnp.array([[0.5, 2.0], [1.0, 0.25]])
+    attend = lambda q, k, f: tj.attention(q, k, k, q_descale=f, k_descale=f)  # noqa: E731
+    of_factors = P("x") if spec == P("x") else P(None, "x")
+    specs = (spec, spec, of_factors)
+    want = attend(q, k, factors)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
+    assert want.dtype == jnp.bfloat16 and same(sharded(q, k, factors), want)
+    cut = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, s))
+        for x, s in zip((q, k, factors), specs, strict=True)
+    ]
+    compiled = jax.jit(attend).lower(*cut).compile()
+    assert " all-gather(" not in compiled.as_text()
+    assert same(compiled(*cut), want)
+
+
+@two_devices
 @pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
 def test_jit_of_sharded_heads(option):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -32,6 +32,7 @@ def with_float8(
     if queries:
         a.dtype, a.out_dtype = capi.FLOAT8_E4M3, OUT_DTYPES[b.out.view.dtype]
     b.bytes: dict[str, torch.Tensor] = {}
+    b.descales: dict[str, torch.Tensor] = {}
     for name in ("q", "k", "v") if queries else ("k", "v"):
         x = getattr(b, name).contiguous()
         setattr(b, name, x)
@@ -60,6 +61,7 @@ def with_float8(
         setattr(a, name, capi.tensor(bytes_, batched=batched))
         b.keep += [bytes_, scale]
         b.bytes[name] = bytes_.view(torch.uint8)
+        b.descales[f"{name}_descale"] = scale
         if factors:
             setattr(a, f"{name}_descale", scale.data_ptr())
             setattr(a, f"{name}_descale_stride_batch", 0 if "b" in broadcast else scale.stride(0))
