@@ -122,8 +122,9 @@ if(TILEWISE_CUDA_ENABLED)
                   COMMAND_ERROR_IS_FATAL ANY)
 endif()
 
-# The code of a table for one generation that a compute capability runs: "90a" is for 90 alone, "100f"
-# for 100 and the later ones of its family, such as 103. Empty if there is none.
+# The machine code of a one-generation table (Sm90a, Sm100a) that a GPU of compute capability `sm`
+# runs, empty if there is none: "90a" runs on 90 alone, "100f" on 100 and on the later GPUs of its
+# family, such as 103.
 function(tilewise_own_code table sm result)
   set(own "")
   tilewise_known_code(${table} known)

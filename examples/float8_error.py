@@ -4,7 +4,7 @@
 
 It prints the error of attention whose inputs ``tilewise.quantize_fp8`` has rounded, relative to the
 norm of the exact output in double precision, for inputs like those of models: normal numbers, and
-the same with a common offset of the keys or with columns of large numbers.
+the same with a common offset of the keys, with columns of large numbers, or with rare outliers.
 """
 
 from __future__ import annotations

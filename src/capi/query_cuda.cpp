@@ -85,7 +85,7 @@ void check_family(const std::string& name) {
     allowed += (allowed.empty() ? "" : ", ") + std::string(row->facts.name);
   }
   capi::refuse(TILEWISE_INVALID_ARGUMENT, "proof.family is \"", name,
-               "\": it must be a family that is not proved, of ", allowed);
+               "\": it must be one of the families that are not proved: ", allowed);
 }
 
 void set_proof(const tilewise_proof& given) {

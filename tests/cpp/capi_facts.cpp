@@ -263,7 +263,8 @@ TEST(Queries, ProofsAreChecked) {
   proof.gpu_name = "no GPU of this name";
   EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);
   expect_message(
-      "proof.family is \"cuda.simt\": it must be a family that is not proved, of cuda.tcgen05");
+      "proof.family is \"cuda.simt\": it must be one of the families that are not proved: "
+      "cuda.tcgen05");
   proof.family = "cuda.tcgen05";
   proof.head_dims_count = 2;
   EXPECT_EQ(tilewise_set_proof(&proof), TILEWISE_INVALID_ARGUMENT);

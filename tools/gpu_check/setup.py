@@ -15,8 +15,8 @@ FORCED = ("80", "75")
 # Tile tables of GPUs that are not available, and the lowest compute capability with all
 # instructions that they need: the build compiles them as machine code for this GPU.
 FOREIGN = {"86": 80, "120": 90}
-# GPUs that run a family which no GPU has proved: its kernels run beside the GPU's own choice, as
-# those of a tile table do, with TILEWISE_UNPROVED=1.
+# GPUs that can run a family that no GPU has proved. With TILEWISE_UNPROVED=1 its kernels get a run
+# of their own, as those of a forced tile table do.
 WITH_UNPROVED = ("100", "103")
 UNPROVED = "unproved"
 # MiB of GPU memory per test process: most tests take 2000; those that need 11 GB and more run one

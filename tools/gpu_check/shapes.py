@@ -48,7 +48,7 @@ class Shape:
     check: bool = False
     nan: bool = False
     float8: bool = False  # keys and values
-    float8_queries: bool = False  # too; out is bf16
+    float8_queries: bool = False  # q as well; out is bf16
     backward: bool = True
     mask: str = ""  # "ranges" or "blocks"
     tangents: bool = False  # also forward mode and second derivatives
@@ -136,7 +136,7 @@ def masks(dtype: str) -> Iterator[Shape]:
 
 
 def tangents(dtype: str) -> Iterator[Shape]:
-    """Forward mode and second derivatives; the other results that few kernels write."""
+    """Forward mode and second derivatives; and largest logits and out in float32."""
     for dim in (64, 128, 256, 512):
         plain = Shape(f"{dtype}-tangents-d{dim}", dtype, dim, rows=(70,), keys=(90,), tangents=True)
         yield plain

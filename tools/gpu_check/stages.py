@@ -22,8 +22,9 @@ from .sanitizer import sanitizer
 from .setup import FORCED, UNPROVED, Report, Setup, driver, driver_environment, failed, label
 from .shapes import DTYPES
 
-# Random problems per dtype, with a forced tile table and with the GPU's own choice. The latter are
-# 12,000 in total: those of three dtypes over any kernels and, on Hopper, of two dtypes over wgmma.
+# Random problems per dtype, with a forced tile table and with the GPU's own choice: over any
+# kernels and, on Hopper, as many again over wgmma. Tests of single options draw a share of this
+# number.
 RANDOM = ("80", "1200")
 # Tests that run for a forced tile table: those that call kernels directly, to compare every kernel
 # with the oracle or its sums from run to run. Other tests do not depend on the table.
@@ -108,7 +109,7 @@ def spilled(library: Path) -> list[str]:
 
 
 def architecture_of(name: str) -> str:
-    """The tile table in the name of a process, or that it is the run of the family not proved."""
+    """The tile table in the name of a process, or UNPROVED; empty for the GPU's own choice."""
     if name.startswith(UNPROVED):
         return UNPROVED
     found = re.match(r"forced-(\d+)", name)
