@@ -26,7 +26,7 @@ def attention(
     window: Window = (None, None), scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0, return_lse: bool = False,
     deterministic: bool = False, tf32: bool = False, batch_invariant: bool = False,
-    k_descale: Any = None, v_descale: Any = None, mask: Any = None,
+    q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
     return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
     reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
@@ -58,8 +58,9 @@ def attention(
         sinks: float32 [heads_q], the same on all ranks; gets this rank's part of its gradient.
         dropout_p: As in ``tilewise.attention``: the weights that are dropped are those of the
             unsharded call after the ``torch.manual_seed`` of rank 0.
-        k_descale: As in ``tilewise.attention``, the same on all ranks. Keys and values of float8
-            have no backward.
+        q_descale: As in ``tilewise.attention``, the same on all ranks. Tensors of float8 have no
+            backward.
+        k_descale: The same.
         v_descale: The same.
         mask: One of ``tilewise.masks`` for the whole sequence, the same on all ranks.
         return_max_logits: Return the largest logits of the whole sequence after out and lse.
@@ -82,7 +83,7 @@ def attention(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
     grid = grid_of(mesh, ranks)
@@ -106,7 +107,8 @@ def attention_varlen(
     causal: bool = False, window: Window = (None, None), scale: Any = None, softcap: float = 0.0,
     bias: Any = None, alibi_slopes: Any = None, sinks: Any = None, dropout_p: float = 0.0,
     return_lse: bool = False, deterministic: bool = False, tf32: bool = False,
-    batch_invariant: bool = False, k_descale: Any = None, v_descale: Any = None, mask: Any = None,
+    batch_invariant: bool = False, q_descale: Any = None, k_descale: Any = None,
+    v_descale: Any = None, mask: Any = None,
     return_max_logits: bool = False, out_dtype: Any = None, precise_backward: bool = False,
     reduce_replicated: bool = False,
 ) -> Any:  # fmt: skip
@@ -145,7 +147,7 @@ def attention_varlen(
     request = Request(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, return_lse,
         deterministic, tf32, False, batch_invariant, k_descale, v_descale, mask, return_max_logits,
-        out_dtype, precise_backward,
+        out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)

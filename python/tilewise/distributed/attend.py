@@ -26,7 +26,8 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]
     """This rank's rows of out [B, rows, Hq, Dv] and, if requested, of lse [B, Hq, rows], and
     max_logits [sequences, Hq] of all ranks.
     """
-    request = _as_shard(p)
+    # No backend moves float8, so it travels as bytes, whose dtype does not tell that of out.
+    request = _as_shard(p)._replace(out_dtype=p.out_dtype)
     options = _torch.score_options(p.q, p.sequences, request)
     options = _torch.with_descale(options, p.q, p.k, request, p.sequences)
     bias, method = p.bias, _method(p, name)
@@ -37,9 +38,7 @@ def attend(p: Problem, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]
         elif name == "ulysses":
             bias = own_bias(bias, p.bias_has_rows, p.heads[0], p.ranks, p.cut.row_runs)
         bias = _torch._full_keys(bias, max(bias.shape[3], p.longest_k))
-    q, k, v = p.q, p.k, p.v
-    if _check.is_float8(k.dtype):  # no backend moves tensors of float8
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    q, k, v = (x.view(torch.uint8) if _check.is_float8(x.dtype) else x for x in (p.q, p.k, p.v))
     max_logits = None
     if p.request.return_max_logits:
         max_logits = q.new_full((p.sequences, p.heads[0]), -torch.inf, dtype=torch.float32)

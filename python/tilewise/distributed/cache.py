@@ -44,8 +44,9 @@ def attention_with_kvcache(
     *, group: Any = None, mesh: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
     cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
     sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
-    check: bool = False, batch_invariant: bool = False, k_descale: Any = None,
-    v_descale: Any = None, return_max_logits: bool = False, out_dtype: Any = None,
+    check: bool = False, batch_invariant: bool = False, q_descale: Any = None,
+    k_descale: Any = None, v_descale: Any = None, return_max_logits: bool = False,
+    out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of queries that all ranks have to a cache of which each rank has some keys.
 
@@ -75,6 +76,7 @@ def attention_with_kvcache(
         tf32: Whether float32 operands may be rounded to TF32.
         check: Whether index tensors on a GPU are verified.
         batch_invariant: Compute each sequence as without the others.
+        q_descale: float32 [B or 1, Hkv or 1] of q of float8, the same on all ranks.
         k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
         v_descale: The same for values.
         return_max_logits: Whether max_logits is returned.
@@ -99,6 +101,7 @@ def attention_with_kvcache(
             "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
             "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),
             "softcap": str(softcap), "sinks": str(sinks is not None),
+            "q_descale": "None" if q_descale is None else "given",
             "return_max_logits": str(return_max_logits), "out_dtype": str(out_dtype),
         })  # fmt: skip
 
@@ -107,8 +110,9 @@ def attention_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, block_table=block_table, scale=scale, softcap=softcap,
         sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
-        tf32=tf32, check=check, batch_invariant=batch_invariant, k_descale=k_descale,
-        v_descale=v_descale, return_max_logits=return_max_logits, out_dtype=out_dtype,
+        tf32=tf32, check=check, batch_invariant=batch_invariant, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, return_max_logits=return_max_logits,
+        out_dtype=out_dtype,
     )  # fmt: skip
     if ranks.world > 1:
         merged, lse = merge_parts(*_gathered(out, lse, ranks))

@@ -105,9 +105,8 @@ class Local:
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
     ) -> Result:
-        """The forward of the operator; keys and values of float8 travel as bytes."""
-        k, v = _as_float8(k), _as_float8(v)
-        q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
+        """The forward of the operator; tensors of float8 travel as bytes."""
+        q, k, v = (contiguous_columns(_as_float8(x)) for x in (q, k, v))
         arguments = (q, k, v, *options, _ops.WITH_LSE_LOW)
         if max_logits is None:
             out, lse = torch.ops.tilewise.forward(*arguments)
@@ -143,6 +142,7 @@ def of_heads(options: Options, begin: int, end: int, key_heads: Sequence[int]) -
         alibi_slopes=None if slopes is None else slopes[..., begin:end],
         sinks=None if sinks is None else sinks[begin:end],
         head_offset=options.head_offset + begin,
+        q_descale=_of_key_heads(options.q_descale, key_heads),
         k_descale=_of_key_heads(options.k_descale, key_heads),
         v_descale=_of_key_heads(options.v_descale, key_heads),
     )
@@ -206,7 +206,9 @@ class Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*state, bias, sinks, scale)
         ctx.method, ctx.options, ctx.return_lse = method, options, return_lse
-        ctx.shape, ctx.float8 = (out.shape, q.dtype, out.device), k.dtype == torch.uint8
+        ctx.shape = out.shape, q.dtype, out.device
+        ctx.float8 = [name for name, x in zip("qkv", (q, k, v), strict=True)
+                      if x.dtype == torch.uint8]  # fmt: skip
         return (out, lse) if return_lse else out
 
     @staticmethod
@@ -217,8 +219,9 @@ class Attend(torch.autograd.Function):
         """
         if ctx.float8:  # before messages are in flight, which an error would leave there
             raise RuntimeError(
-                "tilewise.distributed: k and v have dtype float8_e4m3fn, which only the forward "
-                "supports; for the backward they must have the dtype of q"
+                f"tilewise.distributed: {', '.join(ctx.float8)} have dtype float8_e4m3fn, which "
+                "only the forward supports; for the backward q, k and v must all have dtype "
+                "float32, float16 or bfloat16"
             )
         *state, bias, sinks, scale = ctx.saved_tensors
         options = ctx.options._replace(bias=bias, sinks=sinks, scale_tensor=scale)

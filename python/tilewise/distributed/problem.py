@@ -47,15 +47,6 @@ def check_method(method: str, grid: Grid | None = None) -> str:
     return method
 
 
-def check_dtype(q: Tensor) -> None:
-    """Refuses queries of float8."""
-    if _check.is_float8(q.dtype):
-        raise TypeError(
-            f"q has dtype {q.dtype}, but must be torch.float32, torch.float16 or torch.bfloat16 "
-            "where ranks share a sequence; k and v may be torch.float8_e4m3fn"
-        )
-
-
 class Cut(cost.Cut, Protocol):
     """How the sequences of a call are sharded across the ranks.
 
@@ -178,7 +169,6 @@ def prepare(
             q, k, v, tensor_layout, request._replace(bias=None, dropout_p=0.0, mask=None)
         )
         rows, heads = tensors[0].shape[1:3]
-        check_dtype(tensors[0])
         if bias is not None:
             _torch._check_bias(bias, tensors[0])
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
@@ -244,7 +234,6 @@ def prepare_varlen(
         *tensors, bias = _torch._autocast(q, k, v, request.bias)
         _torch.check_tensors(*tensors)
         _check.varlen(tensors[0], tensors[1], tensors[2], False)
-        check_dtype(tensors[0])
         batch = len(starts[0]) - 1
         options = _torch.score_options(tensors[0], batch, request._replace(dropout_p=0.0))
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)
@@ -343,8 +332,8 @@ def _same(
 ) -> dict[str, str]:  # fmt: skip
     """The values that must be the same on all ranks, by name."""
     given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
-             "alibi_slopes": request.alibi_slopes, "k_descale": request.k_descale,
-             "v_descale": request.v_descale}  # fmt: skip
+             "alibi_slopes": request.alibi_slopes, "q_descale": request.q_descale,
+             "k_descale": request.k_descale, "v_descale": request.v_descale}  # fmt: skip
     rows_at = {"q": 1, "k": 1, "v": 1} | ({} if packed else {"bias": 2})
     same: dict[str, str] = {
         "window with causal": str(window), "device": tensors[0].device.type,

@@ -82,6 +82,8 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, max_logits: Tensor | None
     ) -> Result:
         """See ``Method``."""
+        out_dtype = out_dtype_of(q, options)
+        q, options = _in_16_bits(q, options, out_dtype)
         batch, rows, heads, _ = q.shape
         out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         # A sink is a part of its own, with no output. lse is added up in float64. Its low part, if
@@ -102,7 +104,7 @@ class Ring:
                 out[:, own] = out[:, own] * before + part.out * share
 
         overlapped(self._ranks.world, self._loader(k, v, "k and v"), compute, lambda *_: None)
-        result, lse = out.to(out_dtype_of(q, options)), lse.float()
+        result, lse = out.to(out_dtype), lse.float()
         return Result(result, lse, [q, k, v, result, lse])
 
     def backward(
@@ -164,6 +166,19 @@ class Ring:
         for at, total in sums.items():
             results[at] = total.to(q.dtype)
         return results
+
+
+def _in_16_bits(q: Tensor, options: Options, out_dtype: torch.dtype) -> tuple[Tensor, Options]:
+    """Queries of float8, which are bytes here, as the kernels widen them: to the 16 bits of out,
+    which the calls with their float32 out do not know.
+    """
+    if q.dtype != torch.uint8:
+        return q, options
+    wide = torch.float16 if out_dtype == torch.float16 else torch.bfloat16
+    given = [x for x in (options.q_descale, options.k_descale) if x is not None]
+    product = given[0] * given[1] if len(given) == 2 else given[0] if given else None
+    options = options._replace(q_descale=None, k_descale=product)
+    return q.view(torch.float8_e4m3fn).to(wide), options
 
 
 def _of_sinks(

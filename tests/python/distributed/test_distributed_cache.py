@@ -94,6 +94,41 @@ def test_no_sequences_and_no_rows(pool):
         assert shapes == want
 
 
+def with_queries_of_float8(group):
+    """Results with queries of float8, and with the same queries in 16 bits."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(2, n, heads, 8, generator=generator).to(torch.float8_e4m3fn)
+        for n, heads in ((3, 4), (9, 2), (9, 2))
+    )
+    first = torch.distributed.get_rank(group) == 0
+    q_descale, k_descale = torch.tensor([[0.5, 3.0]]), torch.tensor([[1.25], [0.75]])
+    options = {"group": group, "cache_seqlens": 7 if first else 2, "return_lse": True}
+    results = []
+    for dtype in (None, torch.float16, torch.float32):
+        given = {"out_dtype": dtype, **options}
+        wide = q.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
+        results.append([
+            td.attention_with_kvcache(q, k, v, q_descale=q_descale, k_descale=k_descale, **given),
+            td.attention_with_kvcache(wide, k, v, k_descale=q_descale * k_descale, **given),
+        ])  # fmt: skip
+    try:
+        td.attention_with_kvcache(q, k, v, q_descale=q_descale if first else None, **options)
+    except ValueError as error:
+        return results, str(error)
+    return results, "no error"
+
+
+def test_queries_of_float8(pool):
+    for results, refusal in pool.run(2, with_queries_of_float8):
+        for (got, want), dtype in zip(
+            results, (torch.bfloat16, torch.float16, torch.float32), strict=True
+        ):
+            assert got[0].dtype == dtype
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        assert "q_descale is None on rank 1, but given on rank 0" in refusal
+
+
 def different(group):
     q = torch.zeros(1, 1, 2 + torch.distributed.get_rank(group), 8)
     cache = torch.zeros(1, 4, 1, 8)
