@@ -133,6 +133,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     rows = ROWS if given.device == "cuda" else 1024
     clock = gpu_timing.Clock(given.device)
     chosen = [x for x in named_masks(rows) if given.filter in x.name]
+    if not chosen:
+        names = "; ".join(x.name for x in named_masks(rows))
+        parser.error(f"--filter is {given.filter!r}, but must be part of one of {names}")
     plain = bench_options.dense("plain", given.device, 1, rows, HEADS, HEADS, DIM)
     results = []
     with Progress(len(DIRECTIONS) * len(chosen), "problems") as bar:

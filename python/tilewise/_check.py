@@ -354,15 +354,19 @@ def differentiable(q: Any) -> None:
         )
 
 
-def bias_dtypes(dtype: Any, dtypes: dict[str, Any]) -> list[Any]:
-    """The dtypes that a bias may have for a dtype of q, from ``dtypes`` as in ``out_dtype``.
+def bias_dtype(given: Any, dtype: Any, dtypes: dict[str, Any]) -> None:
+    """Refuses a bias whose dtype is not float32 or that of q, ``dtype``.
 
-    For q of float8_e4m3fn the library allows float32 and the 16-bit type of its kernel.
+    ``dtypes`` are as in ``out_dtype``. For q of float8_e4m3fn the library itself refuses the 16-bit
+    type that is not the one of its kernel.
     """
-    if is_float8(dtype):
-        return list(dtypes.values())
     float32 = dtypes["float32"]
-    return [float32] if dtype == float32 else [float32, dtype]
+    allowed = [float32] if dtype == float32 else [float32, dtype]
+    if is_float8(dtype):
+        allowed = list(dtypes.values())
+    if given not in allowed:
+        words = " or ".join(str(x) for x in allowed)
+        raise TypeError(f"bias has dtype {given}, but must be {words}")
 
 
 def key_dtype(name: str, dtype: Any, k_dtype: Any, q_dtype: Any) -> None:

@@ -310,11 +310,7 @@ def _float32(name: str, value: Any) -> Array:
 
 def _bias(value: Any, q: Array) -> Array:
     bias = as_array("bias", value)
-    allowed = _check.bias_dtypes(q.dtype, _out_dtypes(q.dtype))
-    if bias.dtype not in allowed:
-        raise TypeError(
-            f"bias has dtype {bias.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
-        )
+    _check.bias_dtype(bias.dtype, q.dtype, _out_dtypes(q.dtype))
     return bias
 
 

@@ -391,11 +391,7 @@ def _check_bias(bias: Any, q: Tensor) -> None:
             "bias has dtype torch.bool, but is added to the scores: for a mask pass "
             "torch.where(mask, 0.0, -math.inf)"
         )
-    allowed = _check.bias_dtypes(q.dtype, _FLOATS)
-    if bias.dtype not in allowed:
-        raise TypeError(
-            f"bias has dtype {bias.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
-        )
+    _check.bias_dtype(bias.dtype, q.dtype, _FLOATS)
     _same_device("bias", bias, q)
 
 

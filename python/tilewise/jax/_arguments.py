@@ -74,11 +74,7 @@ def bias(value: Any, dtype: Any, scores: tuple[int, int, int | None, int | None]
     Rows and keys are None where the host does not know the lengths; ``dtype`` is that of q.
     """
     array = as_array("bias", value)
-    allowed = _check.bias_dtypes(dtype, _OUT_DTYPES)
-    if array.dtype not in allowed:
-        raise TypeError(
-            f"bias has dtype {array.dtype}, but must be {' or '.join(str(x) for x in allowed)}"
-        )
+    _check.bias_dtype(array.dtype, dtype, _OUT_DTYPES)
     _check.bias(array, *scores)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 

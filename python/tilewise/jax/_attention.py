@@ -39,9 +39,9 @@ def attention(
 
     Returns:
         out; with return_lse also lse, and with return_max_logits also max_logits. out and lse have
-        derivatives, also in forward mode and second ones: those of q, k, v, bias, sinks and a
-        scale that is an array. The tangent of out has its dtype, and its gradient is rounded to the
-        dtype of q where out is float32. float8_e4m3fn has none.
+        gradients, tangents and second derivatives with respect to q, k, v, bias, sinks and a scale
+        that is an array, but not if q or k is float8_e4m3fn. The tangent of out has the dtype of
+        out. The gradient of a float32 out is rounded to the dtype of q.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

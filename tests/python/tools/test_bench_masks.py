@@ -29,6 +29,12 @@ def test_a_mask_shows_what_its_rule_shows(named):
     assert 0.02 < shown.mean() < 0.6
 
 
+def test_unknown_masks_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_masks.run(["--device", "cpu", "--filter", "spiral"])
+    assert "--filter is 'spiral', but must be part of one of documents" in capsys.readouterr().err
+
+
 def test_the_script_runs_on_a_cpu(tmp_path, capsys):
     result = tmp_path / "masks.json"
     arguments = ["--device", "cpu", "--rounds", "1", "--filter", "documents", "--json", str(result)]
