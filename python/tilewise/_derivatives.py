@@ -108,7 +108,10 @@ def materialized_bias(options: Options, wanted: int) -> Options:
     if bias is None or not wanted & WANT_BIAS:
         return options
     expanded = any(bias.stride(i) == 0 and bias.shape[i] > 1 for i in range(3))
-    return options._replace(bias=bias.contiguous()) if expanded else options
+    if not expanded:
+        return options
+    # Tensor.contiguous() returns a bias without elements as it is.
+    return options._replace(bias=bias.clone(memory_format=torch.contiguous_format))
 
 
 def spread(

@@ -164,10 +164,13 @@ def rows(view: View, varlen: bool) -> Any:
 
 
 def bias_strides(view: View) -> tuple[int, int, int]:
-    """The (batch, head, row) strides of a bias; 0 where one element is broadcast."""
-    strides = [
-        0 if size == 1 else step for size, step in zip(view.shape, view.strides, strict=True)
-    ]
+    """The (batch, head, row) strides of a bias; 0 where one element is broadcast.
+
+    Without rows or keys nothing is at these strides. They are then 1, so that they still say which
+    dimensions are broadcast.
+    """
+    steps = (1,) * len(view.shape) if 0 in view.shape else view.strides
+    strides = [0 if size == 1 else step for size, step in zip(view.shape, steps, strict=True)]
     return strides[0], strides[1], strides[2]
 
 

@@ -270,9 +270,10 @@ def _gradients(a: Any, arrays: dict[str, Any]) -> Any:
         batch, heads, rows, columns = bias.shape
         g.dbias = _PLACEHOLDER_ADDRESS
         g.dbias_rows, g.dbias_keys = rows, columns
-        g.dbias_stride_batch = 0 if batch == 1 else heads * rows * columns
-        g.dbias_stride_head = 0 if heads == 1 else rows * columns
-        g.dbias_stride_row = 0 if rows == 1 else columns
+        steps = (heads * rows * columns, rows * columns, columns, 1)
+        dbias = _describe.View(_PLACEHOLDER_ADDRESS, (batch, heads, rows, columns), steps)
+        strides = _describe.bias_strides(dbias)
+        g.dbias_stride_batch, g.dbias_stride_head, g.dbias_stride_row = strides
     g.dsinks = _PLACEHOLDER_ADDRESS if a.sinks else None
     g.dscale = _PLACEHOLDER_ADDRESS
     return g
@@ -317,7 +318,7 @@ def _mask_text(mask: Any, a: Any) -> str:
     from ._block_lists import FULL, PARTIAL, reduced_by_band
 
     if a.cu_seqlens_q or a.block_table or a.seqused_k or a.leftpad_k:
-        grid, whose = mask.tiles(), "of the mask, without the band"
+        grid, whose = mask.tiles(*_used_part(mask, a)), "of the mask, without the band"
     else:
         band = a.seqlen_k - a.seqlen_q, a.window_left, a.window_right
         grid = reduced_by_band(mask.tiles(a.seqlen_q, a.seqlen_k), a.seqlen_q, a.seqlen_k, *band)
@@ -328,6 +329,18 @@ def _mask_text(mask: Any, a: Any) -> str:
         f"{grid.size} tile{'' if grid.size == 1 else 's'} of 128 x 128 {whose}: {skipped} skipped, "
         f"{full} full, {partial} partial"
     )
+
+
+def _used_part(mask: Any, a: Any) -> tuple[int | None, int | None]:
+    """The rows and keys of a mask of ranges, which may go far beyond those of any sequence."""
+    from .masks import Ranges
+
+    if not isinstance(mask, Ranges):
+        return None, None
+    rows, keys = mask._shape(None, None)
+    capacity = a.block_table_width * a.page_size if a.block_table else a.seqlen_k
+    longest = a.max_seqlen_q or a.seqlen_q, a.max_seqlen_k or capacity
+    return min(rows, longest[0]), min(keys, longest[1])
 
 
 def _sentence(a: Any) -> str:

@@ -12,8 +12,7 @@ require("tilewise.masks", "numpy")
 import numpy as np
 
 from ._block_lists import BLOCK, Array, Strip, blocks_of
-from ._check import is_tensor
-from ._mask_fields import host, number
+from ._mask_fields import as_tensor, host, number
 
 
 class Mask:
@@ -55,10 +54,8 @@ class Mask:
 
     def to(self, device: Any) -> Any:
         """The mask with its tensors on a device of PyTorch; arrays become tensors."""
-        import torch
-
-        arrays = [torch.as_tensor(np.asarray(x) if not is_tensor(x) else x) for x in self._arrays()]
-        return rebuilt(type(self), [x.to(device) for x in arrays], self._numbers())
+        arrays = [as_tensor(x).to(device) for x in self._arrays()]
+        return rebuilt(type(self), arrays, self._numbers())
 
     def on_host(self) -> Any:
         """The mask with NumPy arrays. A mask on a GPU is copied, which waits for the GPU."""

@@ -33,6 +33,20 @@ def host(array: Any) -> Array:
     return copied
 
 
+def as_tensor(array: Any) -> Any:
+    """The tensor itself, or one that shares the memory of a NumPy array if that is writable."""
+    if is_tensor(array):
+        return array
+    import torch
+
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def owned(array: Any) -> Any:
+    """A copy, which stays what it is when the caller changes the array that was given."""
+    return array.clone() if is_tensor(array) else array.copy()
+
+
 def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
     """The value as an int32 array, or as a tensor on the device of `like` if that is one."""
     if is_tensor(value):
@@ -64,10 +78,8 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
     if len(shape) != len(dims) or any(d not in (None, n) for d, n in zip(dims, shape, strict=True)):
         wanted = ["n" if dim is None else dim for dim in dims]
         raise ValueError(f"{name} has shape {list(shape)}, but must be {wanted}")
-    if is_tensor(like) and not is_tensor(array):
-        import torch
-
-        array = torch.as_tensor(array).to(like.device)
+    if is_tensor(like):
+        array = as_tensor(array).to(like.device)
     return array
 
 

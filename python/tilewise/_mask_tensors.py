@@ -80,8 +80,9 @@ def _batch(options: Options, q: Tensor) -> int:
 
 def _tensors(mask: Any, q: Tensor) -> list[Tensor]:
     """The arrays of a mask, which must be on the device of q."""
-    given = mask.arguments()
-    arrays = [(x if isinstance(x, Tensor) else torch.from_numpy(x)).contiguous() for x in given]
+    from ._mask_fields import as_tensor
+
+    arrays = [as_tensor(x).contiguous() for x in mask.arguments()]
     if arrays[0].device != q.device:
         raise ValueError(
             f"mask is on {arrays[0].device}, but must be on {q.device} like q: pass "

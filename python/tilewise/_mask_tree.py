@@ -9,7 +9,7 @@ import numpy as np
 from ._block_lists import BLOCK, FULL, HIDDEN, PARTIAL, Array, Strip
 from ._check import is_tensor
 from ._mask import Mask, common_count, rebuilt
-from ._mask_fields import host, int32, number
+from ._mask_fields import host, int32, number, owned
 
 _ROWS = 64  # bits of a row
 _HALF = 2**32 - 1
@@ -52,7 +52,7 @@ class Tree(Mask):
         else:
             array = _int64(bits)
         _check_shape("bits", array.shape)
-        self._set(bits=array.reshape(-1, array.shape[-1]))
+        self._set(bits=owned(array.reshape(-1, array.shape[-1])))
 
     @classmethod
     def from_parents(cls, parents: Any) -> Tree:

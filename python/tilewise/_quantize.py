@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ._check import heads_first
 
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max  # 448
+_LEAST = torch.finfo(torch.float32).tiny  # descales are normal numbers, by which one can divide
 _GRANULARITIES = ("head", "tensor")
 
 
@@ -34,11 +36,11 @@ def quantize_fp8(
 
     ``attention(q.data, k.data, v.data, q_descale=q.descale, ...)`` of three results is attention of
     the three tensors. The factor maps the largest magnitude to 448, the largest number of the
-    format. Numbers above 2^-15 of that magnitude get a relative error of at most 2^-4, and smaller
-    ones lose more, so a large outlier costs the precision of small numbers. smooth removes and
-    rotate spreads the outliers that models have in a few columns (SageAttention, arXiv 2410.02367;
-    FlashAttention-3, 2407.08608; QuaRot, 2404.00456). The steps are operators of PyTorch in
-    float32, which torch.compile fuses.
+    format, and is a normal number of float32. Numbers above 2^-15 of that magnitude get a relative
+    error of at most 2^-4, and smaller ones lose more, so a large outlier costs the precision of
+    small numbers. smooth removes and rotate spreads the outliers that models have in a few columns
+    (SageAttention, arXiv 2410.02367; FlashAttention-3, 2407.08608; QuaRot, 2404.00456). The steps
+    are operators of PyTorch in float32, also under autocast, which torch.compile fuses.
 
     Args:
         x: [batch, rows, heads, head_dim], or with layout "bhsd" [batch, heads, rows, head_dim];
@@ -64,21 +66,23 @@ def quantize_fp8(
         TypeError: x has the wrong type or dtype.
         ValueError: an argument has the wrong shape or is not one of the allowed values.
     """
-    _check_given(x, granularity)
     rows, heads = (2, 1) if heads_first(layout) else (1, 2)
+    _check_given(x, heads, granularity)
     groups = _groups(x.shape[heads], heads_kv)
     wide = x.detach().to(torch.float32)
     mean = None
     if _check.flag("smooth", smooth):
-        mean = wide.mean(dim=rows, keepdim=True)
+        # Divided before the sum, which then is finite, and 0 where there is no row.
+        mean = (wide / max(1, x.shape[rows])).sum(dim=rows, keepdim=True)
         wide = wide - mean
     if _check.flag("rotate", rotate):
-        wide = wide @ rotation(x.shape[3], x.device)
+        with _without_autocast(x.device.type):  # which would round to 16 bits
+            wide = wide @ rotation(x.shape[3], x.device)
     group = (groups, x.shape[heads] // groups)
     by_group = wide.reshape(*x.shape[:heads], *group, *x.shape[heads + 1 :])
     over = tuple(d for d in range(5) if granularity == "tensor" or d not in (0, heads))
     largest = _largest(by_group, over)
-    descale = torch.where(largest == 0.0, 1.0, largest / _LARGEST)
+    descale = torch.where(largest == 0.0, 1.0, (largest / _LARGEST).clamp(min=_LEAST))
     data = (by_group / descale).clamp(-_LARGEST, _LARGEST).to(_FLOAT8)
     shape = (1, 1) if granularity == "tensor" else (x.shape[0], groups)
     return QuantizedFp8(data.reshape(x.shape), descale.reshape(shape), mean)
@@ -104,6 +108,12 @@ def rotation(size: int, device: torch.device) -> Tensor:
     return signs.unsqueeze(1) * matrix * size**-0.5
 
 
+def _without_autocast(device: str) -> Any:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _largest(x: Tensor, over: tuple[int, ...]) -> Tensor:
     """The largest magnitude over some dimensions, which are kept; 0 where there is no number."""
     if x.numel() == 0:
@@ -120,7 +130,7 @@ def _groups(heads: int, heads_kv: int | None) -> int:
     return groups
 
 
-def _check_given(x: Tensor, granularity: str) -> None:
+def _check_given(x: Tensor, heads: int, granularity: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}, but must be a torch.Tensor")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -131,6 +141,10 @@ def _check_given(x: Tensor, granularity: str) -> None:
         raise ValueError(
             f"x has shape {list(x.shape)}, but must have 4 dimensions: batch, rows, heads and "
             "head_dim in the order of layout"
+        )
+    if x.shape[heads] == 0 or x.shape[3] == 0:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but must have at least one head and one column"
         )
     if granularity not in _GRANULARITIES:
         raise ValueError(

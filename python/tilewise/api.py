@@ -74,8 +74,8 @@ def attention(
     Returns:
         out in the layout of q with head_dim_v columns, in out_dtype; with return_lse also lse,
         float32 [batch, heads_q, seqlen_q] in either layout: the natural logarithm of the softmax's
-        denominator. Both have gradients and, on a CPU, tangents and second derivatives. A row that
-        sees no key has out 0 and lse -inf. With return_max_logits also max_logits, float32 [batch,
+        denominator. Both have gradients, tangents and second derivatives. A row that sees no key
+        has out 0 and lse -inf. With return_max_logits also max_logits, float32 [batch,
         heads_q], without a gradient: the largest scale * q.k over all visible pairs of a sequence,
         before softcap, ALiBi and bias, as QK-clip (arXiv 2507.20534) uses it; -inf without one.
 

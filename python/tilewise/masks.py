@@ -20,7 +20,7 @@ from . import _block_lists, _trapezoids
 from ._block_lists import BLOCK, FULL, PARTIAL, Array, Lists, Strip, blocks_of
 from ._check import is_tensor
 from ._mask import Mask, common_count, rebuilt
-from ._mask_fields import KINDS, check_kinds, host, int32, kind_numbers, number, vector
+from ._mask_fields import KINDS, check_kinds, host, int32, kind_numbers, number, owned, vector
 from ._mask_tree import NO_TREE, Tree
 
 __all__ = ["KINDS", "Blocks", "Mask", "Ranges", "Tree", "from_bool", "from_flex"]
@@ -103,7 +103,7 @@ class Ranges(_Combining):
             import torch
 
             entries = torch.cat(parts, dim=1)
-        self._set(entries=entries, first=first)
+        self._set(entries=entries, first=owned(first))
 
     heads = 1
 
@@ -227,12 +227,21 @@ class Ranges(_Combining):
         return total
 
     def _joined(self, other: Ranges) -> Ranges:
-        if self.batch == other.batch == 1 and is_tensor(self.entries) and is_tensor(other.entries):
+        tensors = is_tensor(self.entries) and is_tensor(other.entries)
+        if tensors and self.batch == other.batch == 1 and self.first.device == other.first.device:
             import torch  # no read from a device
 
-            entries = torch.cat([self.entries, other.entries])
-            return rebuilt(Ranges, [entries, self.first + other.first], ())
+            entries = torch.cat([self._listed_entries(), other._listed_entries()])
+            return rebuilt(Ranges, [entries, vector([0, entries.shape[0]], entries)], ())
         return self._by_sequence(other, lambda a, b: np.concatenate([a, b]))
+
+    def _listed_entries(self) -> Any:
+        """The entries of a mask of tensors with one list, made empty where it leaves them out."""
+        import torch
+
+        index = torch.arange(self.entries.shape[0], device=self.first.device)
+        listed = (index >= self.first[0]) & (index < self.first[1])
+        return self.entries * listed.unsqueeze(1)
 
     def _common(self, other: Ranges) -> Ranges:
         def common(a: Array, b: Array) -> Array:
@@ -307,9 +316,9 @@ class Blocks(_Combining):
                 "batch * heads * ceil(rows / 128) + 1, with a batch of at least 1"
             )
         self._set(
-            first=first,
-            entries=int32("entries", entries, (None, 3), like),
-            bits=int32("bits", bits, (None, BLOCK, BLOCK // 32), like),
+            first=owned(first),
+            entries=owned(int32("entries", entries, (None, 3), like)),
+            bits=owned(int32("bits", bits, (None, BLOCK, BLOCK // 32), like)),
             rows=rows,
             keys=keys,
             heads=heads,
@@ -418,7 +427,7 @@ def from_bool(dense: Any) -> Blocks:
     lists = _block_lists.build(
         lambda b, h, begin, end: host(four[b, h, begin:end]), batch, heads, rows, keys
     )
-    mask = Blocks(*lists, rows=rows, keys=keys, heads=heads)
+    mask = rebuilt(Blocks, list(lists), (rows, keys, heads))
     return mask.to(dense.device) if is_tensor(dense) else mask
 
 
@@ -446,13 +455,13 @@ def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
     strip, shape = strip_of_flex(block_mask)
     batch, heads, rows, keys = shape
     lists = _block_lists.build(strip, batch, heads, rows, keys)
-    mask = Blocks(*lists, rows=rows, keys=keys, heads=heads)
+    mask = rebuilt(Blocks, list(lists), (rows, keys, heads))
     return mask.to(block_mask.kv_num_blocks.device)
 
 
 def _from_strips(strip: Strip, like: Mask, rows: int, keys: int) -> Blocks:
     lists = _block_lists.build(strip, like.batch, like.heads, rows, keys)
-    mask = Blocks(*lists, rows=rows, keys=keys, heads=like.heads)
+    mask = rebuilt(Blocks, list(lists), (rows, keys, like.heads))
     array = like._arrays()[0]
     return mask.to(array.device) if is_tensor(array) else mask
 
@@ -481,6 +490,6 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
         return join(left, right)
 
     lists = _block_lists.build(strip, sizes[0], sizes[1], rows, keys)
-    mask = Blocks(*lists, rows=rows, keys=keys, heads=sizes[1])
+    mask = rebuilt(Blocks, list(lists), (rows, keys, sizes[1]))
     array = sized.first
     return mask.to(array.device) if is_tensor(array) else mask

@@ -11,7 +11,7 @@ import torch
 
 import tilewise
 from paths import ROOT
-from tilewise import _capabilities, _check
+from tilewise import _capabilities, _check, masks
 
 HEADER = ROOT / "include/tilewise/version.h"
 BOTH = pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
@@ -223,3 +223,23 @@ def test_gpu_family_requirements_name_the_oldest_code_of_the_build(monkeypatch):
     for row in tilewise.capabilities():
         missing = row.device == "cuda" and not row.available
         assert row.requires.endswith("; this build has no code for it") == missing, row
+
+
+@BOTH
+def test_ranges_far_beyond_the_sequences(kind):
+    """The tiles that are counted are those that a call can have, not those of the ranges."""
+    q, starts = torch.zeros(300, 2, 8), torch.tensor([0, 100, 300], dtype=torch.int32)
+    far = torch.tensor([[0, 2**31 - 1]], dtype=torch.int32)
+    mask = masks.Ranges(kind(far), kind(far))
+    x, packed = kind(q), dict(cu_seqlens_q=kind(starts), cu_seqlens_k=kind(starts))
+    text = tilewise.explain(x, x, x, **packed, mask=mask).mask
+    assert text.startswith("9 tiles of 128 x 128 of the mask, without the band: 0 skipped, 9 full")
+    bounds = dict(max_seqlen_q=200, max_seqlen_k=128)
+    assert tilewise.explain(x, x, x, **packed, **bounds, mask=mask).mask.startswith("2 tiles ")
+    cache = kind(torch.zeros(4, 64, 2, 8))
+    table = kind(torch.zeros(1, 3, dtype=torch.int32))
+    length = kind(torch.tensor([150], dtype=torch.int32))
+    paged = tilewise.explain(
+        kind(q[None, :5]), cache, cache, cache_seqlens=length, block_table=table, mask=mask
+    )
+    assert paged.mask.startswith("2 tiles ")

@@ -121,3 +121,26 @@ def test_options_of_no_sequences_keep_their_checks():
             q, torch.zeros(5, 8, 4, 16), torch.zeros(5, 8, 4, 16), cache_batch_idx=NONE,
             block_table=torch.zeros(0, 3, dtype=torch.int32),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, keys", [(3, 0), (0, 3)])
+@pytest.mark.parametrize("lead", [(2, 4), (1, 4), (2, 1), (1, 1)])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_gradient_of_a_bias_without_rows_or_keys(kind, rows, keys, lead, broadcast):
+    """A bias for one key, or a broadcast one, is given to a call without keys, or without rows."""
+    q, k = torch.randn(2, rows, 4, 16), torch.randn(2, keys, 4, 16)
+    bias = torch.randn(*lead, rows, keys or 1)
+    if broadcast:
+        bias = bias[:, :, :, :1].expand(2, 4, rows, keys)
+    q, k, bias = kind(q), kind(k), kind(bias)
+    explained = tilewise.explain(q, k, k, bias=bias)
+    if isinstance(q, np.ndarray):
+        out, lse = tilewise.attention(q, k, k, bias=bias, return_lse=True)
+        grads = tilewise.attention_backward(out, q, k, k, out, lse, bias=bias)
+        assert not as_array(grads.dq).any() and not grads.dbias.any()
+        assert grads.dbias.shape == bias.shape
+    else:
+        given = bias.requires_grad_()
+        tilewise.attention(q, k, k, bias=given).sum().backward()
+        assert given.grad.shape == bias.shape and not given.grad.any()
+    assert explained.backward.kernel and explained.second.kernel

@@ -20,6 +20,7 @@ import tilewise
 from cases import Built, Case, check, run
 from paths import ROOT
 from tilewise import _mask, masks
+from tilewise._mask_fields import host
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 30)
 STARTS = [0, 70, 270, 300]
@@ -126,6 +127,49 @@ def test_masks_are_combined():
     per_sequence = masks.Ranges.prefixes([3, 100], 300) | causal
     assert per_sequence.batch == 2
     assert np.array_equal(per_sequence.to_bool()[1, 0, :, :100], np.ones((300, 100), bool))
+
+
+@pytest.mark.abi("cpu", "cuda")
+def test_masks_with_entries_of_no_list_are_combined():
+    """starts may leave entries out; joined masks of tensors are made without a read of them."""
+    rows = np.array([[0, 2], [2, 4], [4, 6], [6, 8]], np.int32)
+    keys = np.full((4, 2), [0, 8], np.int32)
+    few, last = masks.Ranges(rows, keys, starts=[0, 2]), masks.Ranges([[7, 8]], [[0, 8]])
+    want = np.zeros((8, 8), bool)
+    want[[0, 1, 2, 3, 7]] = True
+    for a, b in ((few, last), (last, few), (placed(few), placed(last)), (placed(few), last)):
+        assert np.array_equal((a | b).to_bool(8, 8)[0, 0], want)
+    assert not (placed(few) & placed(last)).to_bool(8, 8).any()
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_mask_keeps_what_it_was_given(make):
+    """Arrays that a caller fills again for the next step do not change a mask."""
+    starts = make([0, 1, 2]).astype(np.int32) if make is np.array else make([0, 1, 2]).int()
+    ranges = masks.Ranges([[0, 8], [0, 8]], [[0, 4], [4, 8]], starts=starts)
+    blocks = masks.from_bool(torch.rand(9, 9) < 0.5)
+    arrays = [make(x.tolist()) for x in blocks._arrays()]
+    arrays = [x.astype(np.int32) if make is np.array else x.int() for x in arrays]
+    again = masks.Blocks(*arrays, rows=9, keys=9)
+    bits = make([1, 3])
+    tree = masks.Tree(bits)
+    for array in (starts, *arrays, bits):
+        array[:] = 0
+    assert host(ranges.first).tolist() == [0, 1, 2]
+    assert np.array_equal(again.to_bool(), blocks.to_bool())
+    assert tree.to_bool().tolist() == [[[[True, False], [True, True]]]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_mask_of_read_only_arrays():
+    """np.load(mmap_mode="r") and joblib make such arrays; PyTorch warns of them."""
+    mask = masks.from_bool(np.tri(20, dtype=bool))
+    for array in mask._arrays():
+        array.flags.writeable = False
+    q, k, v = tensors(rows=20, keys=20)
+    want = tilewise.attention(q, k, v, causal=True)
+    torch.testing.assert_close(tilewise.attention(q, k, v, mask=placed(mask)), want)
+    torch.testing.assert_close(tilewise.attention(q, k, v, mask=mask.to(q.device)), want)
 
 
 @pytest.mark.parametrize("kind", ["ranges", "blocks"])

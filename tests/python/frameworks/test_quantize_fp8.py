@@ -44,6 +44,40 @@ def test_numbers_and_factors(dtype, granularity):
 
 
 @pytest.mark.tensors
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-41, 2.0**-126, 1e-36])
+def test_numbers_that_are_nearly_zero(magnitude):
+    """Their largest divided by 448 is subnormal, or 0: the factor is the least normal number."""
+    x = draw(2, 9, 4, 24) * magnitude
+    x[:, :, 0, :5] = 0.0
+    got = tilewise.quantize_fp8(x)
+    least = torch.finfo(torch.float32).tiny
+    assert bool((got.descale >= least).all())
+    finest = got.descale[:, None, :, None].double() * 2.0**-10
+    error = (got.data.double() * got.descale[:, None, :, None].double() - x.double()).abs()
+    assert bool((error <= torch.maximum(x.double().abs() * 2.0**-4, finest)).all())
+
+
+@pytest.mark.tensors
+def test_means_of_no_rows_and_of_the_largest_numbers():
+    empty = tilewise.quantize_fp8(torch.zeros(2, 0, 3, 8), smooth=True, rotate=True)
+    assert empty.data.shape == (2, 0, 3, 8) and bool((empty.descale == 1.0).all())
+    assert empty.mean.shape == (2, 1, 3, 8) and not empty.mean.any()
+    largest = torch.full((1, 9, 2, 8), 3e38)
+    got = tilewise.quantize_fp8(largest, smooth=True)
+    assert torch.allclose(got.mean, largest[:, :1]) and bool(got.data.float().isfinite().all())
+
+
+@pytest.mark.tensors
+def test_autocast_changes_nothing():
+    x = draw(2, 5, 6, 16)
+    want = tilewise.quantize_fp8(x, smooth=True, rotate=True)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        got = tilewise.quantize_fp8(x, smooth=True, rotate=True)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.float(), b.float())
+
+
+@pytest.mark.tensors
 def test_query_heads_share_the_factor_of_their_keys():
     x = draw(2, 5, 6, 8)
     got = tilewise.quantize_fp8(x, heads_kv=2)
@@ -139,6 +173,8 @@ def test_it_can_be_compiled():
         (dict(x=torch.zeros(1, 2, 3, 8).double()), "x has dtype torch.float64, but must be"),
         (dict(x=torch.zeros(2, 3, 8)), r"x has shape \[2, 3, 8\], but must have 4 dimensions"),
         (dict(granularity="block"), "granularity is 'block', but must be 'head' or 'tensor'"),
+        (dict(x=torch.zeros(1, 2, 0, 8)), r"x has shape \[1, 2, 0, 8\], but must have at"),
+        (dict(x=torch.zeros(1, 2, 3, 0), rotate=True), "but must have at least one head and one"),
         (dict(heads_kv=2), "heads_kv is 2, but must divide the 3 heads of x"),
         (dict(heads_kv=0), "heads_kv is 0, but must be >= 1"),
         (dict(rotate=True, x=torch.zeros(1, 2, 3, 24)), "x has head dimension 24, but rotate=True"),
