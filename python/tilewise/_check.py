@@ -404,13 +404,20 @@ def new_row_dtype(name: str, dtype: Any, q_dtype: Any) -> None:
         raise TypeError(f"{name} has dtype {dtype}, but must have {q_dtype} like q")
 
 
+def is_one_or(size: int, count: int) -> bool:
+    """Whether a dimension is broadcast, or has the given size. The sizes of torch.compile may be
+    symbols, of which Python's ``in`` finds none equal.
+    """
+    return size == 1 or size == count
+
+
 def descale(name: str, array: Any, float8: bool, batch: int, heads_kv: int) -> None:
     """Refuses factors of float8_e4m3 numbers that are not [batch or 1, heads_kv or 1]."""
     if not float8:
         owners = "queries" if name == "q_descale" else "keys and values"
         raise ValueError(f"{name} is given, but belongs to float8_e4m3 {owners}")
     given = tuple(array.shape)
-    fits = len(given) == 2 and given[0] in (1, batch) and given[1] in (1, heads_kv)
+    fits = len(given) == 2 and is_one_or(given[0], batch) and is_one_or(given[1], heads_kv)
     if not fits:
         raise ValueError(
             f"{name} has shape {list(given)}, but must be [batch, heads_kv] = "

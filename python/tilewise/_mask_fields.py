@@ -35,11 +35,13 @@ def host(array: Any) -> Array:
 
 def as_tensor(array: Any) -> Any:
     """The tensor itself, or one that shares the memory of a NumPy array if that is writable."""
-    if is_tensor(array):
-        return array
     import torch
 
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    if isinstance(array, torch.Tensor):
+        return array
+    if not torch.compiler.is_compiling() and not array.flags.writeable:
+        array = array.copy()  # PyTorch warns of tensors in read-only memory
+    return torch.from_numpy(array)
 
 
 def owned(array: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._block_lists import BLOCK, FULL, HIDDEN, PARTIAL, Array, Strip
-from ._check import is_tensor
+from ._check import is_one_or, is_tensor
 from ._mask import Mask, common_count, rebuilt
 from ._mask_fields import host, int32, number, owned
 
@@ -205,7 +205,7 @@ def check(mask: Tree, batch: int, rows: int | None, packed: bool) -> None:
         rows: Rows of each sequence, or of the longest of packed ones; None: not known here.
         packed: Whether sequences may have fewer rows than the tree.
     """
-    if mask.batch not in (1, batch):
+    if not is_one_or(mask.batch, batch):
         raise ValueError(f"mask has batch {mask.batch}, but must have 1 or {batch} like q")
     if rows is None:
         return

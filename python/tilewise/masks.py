@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _block_lists, _trapezoids
 from ._block_lists import BLOCK, FULL, PARTIAL, Array, Lists, Strip, blocks_of
-from ._check import is_tensor
+from ._check import is_one_or, is_tensor
 from ._mask import Mask, common_count, rebuilt
 from ._mask_fields import KINDS, check_kinds, host, int32, kind_numbers, number, owned, vector
 from ._mask_tree import NO_TREE, Tree
@@ -390,7 +390,7 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
             "masks.from_bool(mask.to_bool(seqlen_q, seqlen_k))"
         )
     for name, count, wanted in (("batch", mask.batch, batch), ("heads", mask.heads, heads)):
-        if count not in (1, wanted):
+        if not is_one_or(count, wanted):
             raise ValueError(f"mask has {name} {count}, but must have 1 or {wanted} like q")
     if isinstance(mask, Blocks) and lengths is not None and lengths != (mask.rows, mask.keys):
         raise ValueError(

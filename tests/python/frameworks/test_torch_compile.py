@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 import tilewise
 import tilewise._ops
+from tilewise import masks
 
 pytestmark = [
     pytest.mark.tensors,
@@ -50,6 +51,42 @@ def test_whole_graph_forward_and_backward(layout, dynamic):
     close(
         torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves)
     )
+
+
+PER_HEAD = masks.from_bool(torch.arange(4 * 20 * 24).reshape(1, 4, 20, 24) % 3 > 0)
+
+
+def attend_quantized(q, k):
+    q, k = tilewise.quantize_fp8(q, heads_kv=2), tilewise.quantize_fp8(k)
+    return tilewise.attention(q.data, k.data, k.data, q_descale=q.descale, k_descale=k.descale)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k: tilewise.attention(q, k, k, mask=PER_HEAD.to(q.device)),
+        attend_quantized,
+    ],
+    ids=["mask", "descales"],
+)
+def test_sizes_of_options_are_symbols(call):
+    """With dynamic=True so are the heads of a global mask, and the sizes of what a graph makes."""
+    q, k, _ = (x.detach() for x in inputs())
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    close([compiled(q, k)], [call(q, k)])
+
+
+def test_a_mask_of_arrays_is_captured():
+    causal = masks.Ranges.causal(20, 24)
+    q, k, v = (x.detach() for x in inputs())
+    if q.is_cuda:
+        causal = causal.to(q.device)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q: tilewise.attention(q, k, v, mask=causal), fullgraph=True, backend="aot_eager"
+    )
+    close([compiled(q)], [tilewise.attention(q, k, v, causal=True)])
 
 
 def test_whole_graph_varlen():

@@ -10,6 +10,7 @@ from transformers.utils import output_capturing
 
 import tilewise
 from tilewise import _ops, _plain, _torch
+from tilewise._check import is_one_or
 from tilewise._request import Request
 
 from .._bool_masks import as_blocks
@@ -328,7 +329,7 @@ def _visible_keys(mask: Tensor, batch: int, keys: int) -> Tensor:
             f"attention_mask [batch, keys] has dtype {mask.dtype}, but must be boolean or integer; "
             "a mask that is added to the scores has four dimensions"
         )
-    if mask.shape[0] not in (1, batch) or mask.shape[-1] > keys or mask.numel() == 0:
+    if not is_one_or(mask.shape[0], batch) or mask.shape[-1] > keys or mask.numel() == 0:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}, but must be [batch, keys], here "
             f"{[batch, keys]}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _ops
+from tilewise._check import is_one_or
 from tilewise._request import Request, Sequences, Shard
 from tilewise._torch import Prepared, as_array, prepare_dense, prepare_varlen
 from tilewise.compat._calls import maybe_contiguous
@@ -166,7 +167,7 @@ def _tensor_bias(attn_bias: Bias, query: Tensor) -> Optional[Tensor]:
         return bias.unsqueeze(1)
     if query.dim() == 5 and bias.dim() == 5:
         groups, heads = query.shape[2:4]
-        if bias.shape[1] not in (1, groups) or bias.shape[2] not in (1, heads):
+        if not (is_one_or(bias.shape[1], groups) and is_one_or(bias.shape[2], heads)):
             raise ValueError(
                 f"attn_bias has shape {list(bias.shape)}, but must be broadcastable to [B, G, H, "
                 f"Mq, Mk] with G = {groups} and H = {heads}"
