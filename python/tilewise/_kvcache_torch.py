@@ -23,6 +23,7 @@ from ._cache import (
     in_python,
 )
 from ._ops import Options
+from ._options import out_dtype_of
 from ._request import Request
 from ._torch import (
     _check_bias,
@@ -190,7 +191,7 @@ def _with_bias(options: Options, bias: Any, q: Tensor, k_cache: Tensor, batch: i
     """The options with the bias, which gets a column for each key that fits into the cache."""
     if bias is None:
         return options
-    _check_bias(bias, q)
+    _check_bias(bias, q, out_dtype_of(q, options))
     table, packed = options.block_table, options.cu_seqlens_q is not None
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     _check.bias(bias, batch, q.shape[-2], None if packed else q.shape[1], capacity)

@@ -104,7 +104,7 @@ def prepare_dense(q: Tensor, k: Tensor, v: Tensor, layout: str, request: Request
     if heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if bias is not None:
-        _check_bias(bias, q)
+        _check_bias(bias, q, returned_dtype(q, request))
         _check.bias(bias, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         bias = _full_keys(bias, k.shape[1])
     options = with_descale(score_options(q, q.shape[0], request), q, k, request)
@@ -125,7 +125,7 @@ def prepare_varlen(
     batch = _check_sequences(q, sequences)
     options = with_descale(score_options(q, batch, request), q, k, request, batch)
     if bias is not None:
-        _check_bias(bias, q)
+        _check_bias(bias, q, returned_dtype(q, request))
         _check.bias(bias, batch, q.shape[1], None, None)
         bias, max_rows, max_keys = _varlen_bias(bias, k, sequences)
     else:
@@ -383,7 +383,7 @@ def _check_float(name: str, tensor: Any, q: Tensor) -> None:
     _same_device(name, tensor, q)
 
 
-def _check_bias(bias: Any, q: Tensor) -> None:
+def _check_bias(bias: Any, q: Tensor, out_dtype: torch.dtype) -> None:
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias is a {type(bias).__name__}, but must be a torch.Tensor or None")
     if bias.dtype == torch.bool:
@@ -391,7 +391,7 @@ def _check_bias(bias: Any, q: Tensor) -> None:
             "bias has dtype torch.bool, but is added to the scores: for a mask pass "
             "torch.where(mask, 0.0, -math.inf)"
         )
-    _check.bias_dtype(bias.dtype, q.dtype, _FLOATS)
+    _check.bias_dtype(bias.dtype, q.dtype, _FLOATS, out_dtype)
     _same_device("bias", bias, q)
 
 

@@ -170,7 +170,7 @@ def prepare(
         )
         rows, heads = tensors[0].shape[1:3]
         if bias is not None:
-            _torch._check_bias(bias, tensors[0])
+            _torch._check_bias(bias, tensors[0], _torch.returned_dtype(tensors[0], request))
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
@@ -239,7 +239,8 @@ def prepare_varlen(
         _torch.with_descale(options, tensors[0], tensors[1], request, batch)
         _check_mask(request.mask, tensors[0], batch)
         _check.flag("return_max_logits", request.return_max_logits)
-        bias = _packed_bias(bias, tensors[0], starts)
+        out_dtype = _torch.returned_dtype(tensors[0], request)
+        bias = _packed_bias(bias, tensors[0], starts, out_dtype)
         cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
             if x.shape[0] != counts[ranks.rank]:
@@ -271,11 +272,13 @@ def prepare_varlen(
     return Problem(ranks, q, k, v, bias, False, request, cut, len(cut.starts_q) - 1, grid)
 
 
-def _packed_bias(bias: Tensor | None, q: Tensor, starts: tuple[Starts, Starts]) -> Tensor | None:
+def _packed_bias(
+    bias: Tensor | None, q: Tensor, starts: tuple[Starts, Starts], out_dtype: torch.dtype
+) -> Tensor | None:
     """The bias with four dimensions, after its checks."""
     if bias is None:
         return None
-    _torch._check_bias(bias, q)
+    _torch._check_bias(bias, q, out_dtype)
     _check.bias(bias, len(starts[0]) - 1, q.shape[1], None, None)
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     _check.varlen_bias(bias.shape, *(max(sizes_of(x), default=0) for x in starts))

@@ -276,7 +276,10 @@ def test_a_needle_in_128k_keys(depth, rows):
         (dict(out_dtype=FLOAT8), "out_dtype is torch.float8_e4m3fn, but must be None, torch.flo"),
         (dict(q_descale=torch.ones(3, 2)), r"q_descale has shape \[3, 2\]"),
         (dict(q=torch.bfloat16, q_descale=torch.ones(2, 2)), "q_descale is given, but belongs to"),
-        (dict(bias=torch.zeros(20, dtype=torch.float16)), "bias_dtype is 1"),
+        (dict(bias=torch.zeros(20, dtype=torch.float16)),
+         "bias has dtype torch.float16, but must be torch.float32 or torch.bfloat16"),
+        (dict(bias=torch.zeros(20, dtype=torch.bfloat16), out_dtype=torch.float16),
+         "bias has dtype torch.bfloat16, but must be torch.float32 or torch.float16"),
         (dict(precise_backward=True), "q has dtype torch.float8_e4m3fn, of which there is only"),
     ],
 )  # fmt: skip

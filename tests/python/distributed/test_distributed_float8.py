@@ -173,6 +173,9 @@ def refused_queries(group):
     calls = [lambda o=o: td.attention(q, k, v, group=group, **o) for o in options]
     calls.append(lambda: td.attention(q.clone().requires_grad_(), k, v, group=group))
     calls.append(lambda: td.attention(q, k.bfloat16(), v.bfloat16(), group=group))
+    bias = torch.zeros(16, dtype=torch.float16)  # of one head, which one rank computes
+    own = [x[:, :, :1] for x in (q, k, v)]
+    calls.append(lambda: td.attention(*own, group=group, bias=bias, method="ulysses"))
     calls += [
         lambda m=m: td.attention(q, k, v, group=group, method=m, sinks=sinks).sum().backward()
         for m in METHODS
@@ -181,12 +184,13 @@ def refused_queries(group):
 
 
 def test_refusals_of_queries(pool):
-    for precise, shape, differ, gradient, keys, *backward in pool.run(2, refused_queries):
+    for precise, shape, differ, gradient, keys, bias, *backward in pool.run(2, refused_queries):
         assert "q has dtype torch.float8_e4m3fn, of which there is only the forward" in precise
         assert "q_descale has shape [3, 2]" in shape
         assert "q_descale is None on rank 1" in differ or "q_descale is nothing on rank 1" in differ
         assert "q has dtype torch.float8_e4m3fn, of which there is only the forward" in gradient
         assert "k has dtype torch.bfloat16, but must have torch.float8_e4m3fn" in keys
+        assert "bias has dtype torch.float16, but must be torch.float32 or torch.bfloat16" in bias
         assert all("q, k, v have dtype float8_e4m3fn, which only" in text for text in backward)
 
 
