@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: --isa names an instruction set that cannot be tested here; --isa or --record is
             given although the self-test does not run; --record names a file that records cannot be
-            added to; or TILEWISE_UNPROVED turns off what --prove tests.
+            added to; or the environment turns off what --prove tests.
         ImportError: the library or NumPy is missing.
         OSError: the record of --prove cannot be written.
     """

@@ -232,12 +232,17 @@ def run(as_json: bool) -> int:
     """Proves all families that can run here. Returns the exit status: 1 if one is not right.
 
     Raises:
-        ValueError: TILEWISE_UNPROVED turns all these families off.
+        ValueError: the environment turns all these families off.
         OSError: the record cannot be written.
     """
-    if os.environ.get("TILEWISE_UNPROVED") == "0":
+    unproved, forced = (os.environ.get(name) for name in CHOOSING)
+    if unproved == "0":
         raise ValueError(
             "TILEWISE_UNPROVED is 0, which turns off what --prove tests: unset it or set it to 1"
+        )
+    if forced:
+        raise ValueError(
+            f"TILEWISE_FORCE_ARCH is {forced}, which turns off what --prove tests: unset it"
         )
     chosen = targets()
     records = []

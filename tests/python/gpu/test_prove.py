@@ -86,8 +86,9 @@ def test_a_proved_family_is_on_until_driver_or_library_change(blackwell):
     assert "on for tiles of head dim 64, 128" in facts["proofs"][0]["state"]
     (off,) = plans(64, TILEWISE_UNPROVED="0")
     assert not off[0].startswith(FAMILY)
-    refused = python("-m", "tilewise", "doctor", "--prove", TILEWISE_UNPROVED="0")
-    assert refused.returncode == 2 and "TILEWISE_UNPROVED is 0" in refused.stderr
+    for name, value in (("TILEWISE_UNPROVED", "0"), ("TILEWISE_FORCE_ARCH", "80")):
+        refused = python("-m", "tilewise", "doctor", "--prove", **{name: value})
+        assert refused.returncode == 2 and f"{name} is {value}, which" in refused.stderr
     for stale in ({"driver": "1.2"}, {"cuda": 12080}, {"library": "0" * 64}, {"gpu": "B200"}):
         good = blackwell.read_text()
         change(blackwell, **stale)
