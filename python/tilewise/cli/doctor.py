@@ -125,7 +125,7 @@ def collect(sets: list[tuple[str, bool]]) -> dict[str, Any]:
         },
         "cuda": gpu.cuda_versions(),
         "cuda_code": cuda_code(),
-        "library": system.library_path(),
+        "library": str(system.library_path()),
         "versions": system.versions(),
         "instruction_sets": [{"name": n, "available": a} for n, a in sets],
         "in_use": system.current_isa() if usable else None,

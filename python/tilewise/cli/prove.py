@@ -100,7 +100,7 @@ def targets() -> list[Target]:
             _proofs.tell(library, probe, ())
             if plan["kernel"].startswith(family):
                 found.setdefault((family, name, sm), Target(family, device["index"], name, sm))
-    _proofs.pass_on(library, system.library_file())
+    _proofs.pass_on(library, system.library_path())
     return list(found.values())
 
 
@@ -184,7 +184,7 @@ def prove(target: Target, *, quiet: bool) -> Record:
     passed = outcome.faster is not None and not outcome.reason
     record = Record(
         target.family, target.gpu, target.sm, cuda_version(), _proofs.driver_release(),
-        _proofs.file_hash(system.library_file()), c_library().tilewise_version().decode(),
+        _proofs.file_hash(system.library_path()), c_library().tilewise_version().decode(),
         datetime.date.today().isoformat(), passed, outcome.reason, outcome.checks,
         (outcome.faster or []) if passed else [], outcome.timings,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def state(record: Record | None, target: Target) -> str:
         return f"{on}: off, because it failed on {record.date}: {record.reason}"
     if record.driver != _proofs.driver_release() or record.cuda != cuda_version():
         return f"{on}: off, because its record is of driver {record.driver}: {again}"
-    if record.library != _proofs.file_hash(system.library_file()):
+    if record.library != _proofs.file_hash(system.library_path()):
         return f"{on}: off, because its record is of another library: {again}"
     if not record.head_dims:
         return f"{on}: off, because it passed {record.checks} checks but was slower"

@@ -162,14 +162,9 @@ def compiler() -> str | None:
     return ", ".join(sorted(n.decode(errors="replace").strip() for n in notes)) or None
 
 
-def library_path() -> str:
+def library_path() -> Path:
     """The path of the C library."""
-    return str(c_library()._name)
-
-
-def library_file() -> Path:
-    """The same as a path."""
-    return Path(library_path())
+    return Path(c_library()._name)
 
 
 def python_path() -> str:
