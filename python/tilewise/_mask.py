@@ -173,13 +173,24 @@ def register_pytrees() -> None:
     """Registers masks with PyTorch's pytrees, once PyTorch has been imported."""
     if "torch" not in sys.modules or len(_with_pytrees) == len(_kinds):
         return
-    from torch.utils import _pytree
-
     for kind in _kinds[len(_with_pytrees) :]:
         _with_pytrees.append(kind)
-        _pytree.register_pytree_node(
-            kind,
-            lambda mask: (mask._arrays(), (type(mask), mask._numbers())),
-            lambda arrays, about: rebuilt(about[0], list(arrays), about[1]),
-            serialized_type_name=f"tilewise.masks.{kind.__name__}",
-        )
+        _register(kind)
+
+
+def _register(kind: type[Mask]) -> None:
+    from torch.utils import _pytree
+
+    keys = [_pytree.GetAttrKey(name) for name in kind._ARRAYS]
+    _pytree.register_pytree_node(
+        kind,
+        lambda mask: (mask._arrays(), mask._numbers()),
+        lambda arrays, numbers: rebuilt(kind, list(arrays), numbers),
+        # For torch.export, which names the arrays and writes the numbers as JSON.
+        serialized_type_name=f"tilewise.masks.{kind.__name__}",
+        to_dumpable_context=list,
+        from_dumpable_context=tuple,
+        flatten_with_keys_fn=lambda mask: (
+            list(zip(keys, mask._arrays(), strict=True)), mask._numbers(),
+        ),
+    )  # fmt: skip

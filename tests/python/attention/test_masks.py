@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pickle
@@ -129,6 +130,25 @@ def test_masks_are_combined():
     assert np.array_equal(per_sequence.to_bool()[1, 0, :, :100], np.ones((300, 100), bool))
 
 
+@pytest.mark.parametrize("kind", ["ranges", "blocks"])
+def test_an_exported_program_takes_masks(kind):
+    mask = masks.Ranges.documents(torch.tensor(STARTS, dtype=torch.int32))
+    mask = mask if kind == "ranges" else mask.blocks(300, 300)
+    q, k, v = tensors(grad=False)
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, mask):
+            return tilewise.attention(q, k, v, mask=mask)
+
+    exported = torch.export.export(Attend(), (q, mask)).module()
+    for own in (mask, copy.deepcopy(mask)):
+        assert torch.equal(exported(q, own), tilewise.attention(q, k, v, mask=mask))
+    leaves, spec = torch.utils._pytree.tree_flatten(mask)
+    written = torch.utils._pytree.treespec_loads(torch.utils._pytree.treespec_dumps(spec))
+    again = torch.utils._pytree.tree_unflatten(leaves, written)
+    assert written == spec and repr(again) == repr(mask)
+
+
 @pytest.mark.abi("cpu", "cuda")
 def test_masks_with_entries_of_no_list_are_combined():
     """starts may leave entries out; joined masks of tensors are made without a read of them."""
@@ -180,12 +200,12 @@ def test_masks_are_immutable_values(kind):
         mask.entries = None
     leaves, tree = torch.utils._pytree.tree_flatten(mask)
     assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    for copy in (
+    for again in (
         pickle.loads(pickle.dumps(mask)), torch.utils._pytree.tree_unflatten(leaves, tree),
         mask.on_host(), mask.on_host().to("cpu"),
     ):  # fmt: skip
-        assert repr(copy) == repr(mask)
-        assert np.array_equal(copy.to_bool(300, 300), mask.to_bool(300, 300))
+        assert repr(again) == repr(mask)
+        assert np.array_equal(again.to_bool(300, 300), mask.to_bool(300, 300))
     assert repr(mask).startswith(
         ("Ranges(3 ranges: 3 causal", "Blocks(300 x 300, batch 1, heads 1")
     )
