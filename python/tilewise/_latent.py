@@ -18,6 +18,11 @@ def values_of(k_cache: Any, v_cache: Any, head_dim_v: int | None) -> Any:
     """v_cache, or the first head_dim_v columns of k_cache as a view if head_dim_v is given."""
     if head_dim_v is None:
         return v_cache
+    return k_cache[..., : columns_of_values(k_cache, head_dim_v)]
+
+
+def columns_of_values(k_cache: Any, head_dim_v: Any) -> int:
+    """head_dim_v as an integer; refuses one that leaves keys no column of their own."""
     head_dim_v = _check.integer("head_dim_v", head_dim_v, "an integer or None")
     _check.shape("k_cache", k_cache, (None,) * 4, _CACHE)
     columns = k_cache.shape[3]
@@ -26,7 +31,13 @@ def values_of(k_cache: Any, v_cache: Any, head_dim_v: int | None) -> Any:
             f"head_dim_v is {head_dim_v}, but must be at least 1 and less than the {columns} "
             "columns of k_cache, of which the first head_dim_v are the values"
         )
-    return k_cache[..., :head_dim_v]
+    return head_dim_v
+
+
+def check_given(head_dim_v: int | None, v_cache: Any) -> None:
+    """Refuses a call without values."""
+    if v_cache is None and head_dim_v is None:
+        raise TypeError("v_cache is None, but must be given, or head_dim_v for a latent cache")
 
 
 def check_one_tensor(head_dim_v: int | None, v_cache: Any, v: Any, v_descale: Any) -> None:

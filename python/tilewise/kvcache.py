@@ -6,7 +6,7 @@ from typing import Any
 
 from ._backend import cache_backend
 from ._check import UNBOUNDED, Window
-from ._latent import check_one_tensor
+from ._latent import check_given, check_one_tensor
 
 
 def attention_with_kvcache(
@@ -106,8 +106,7 @@ def attention_with_kvcache(
         ValueError: an argument has the wrong shape, device or range, or an entry out of range.
         RuntimeError: no kernel of this build can run the problem on this device.
     """
-    if v_cache is None and head_dim_v is None:
-        raise TypeError("v_cache is None, but must be given, or head_dim_v for a latent cache")
+    check_given(head_dim_v, v_cache)
     check_one_tensor(head_dim_v, v_cache, v, v_descale)
     if mask is not None and rotary_cos is not None:
         from ._mask_tree import refuse_rotation

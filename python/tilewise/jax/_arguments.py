@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewise import _check, _mask_tree, masks
+from tilewise import _check, masks
 from tilewise._describe import OptionalFields
 from tilewise._request import Request, Sequences
 
@@ -60,7 +60,7 @@ def int32(name: str, value: Any, dims: tuple[int | None, ...]) -> jax.Array:
     return array
 
 
-def _float32(name: str, value: Any) -> jax.Array:
+def float32(name: str, value: Any) -> jax.Array:
     array = as_array(name, value)
     if str(array.dtype) not in _FLOATS:
         allowed = "float32, float16 or bfloat16"
@@ -82,6 +82,14 @@ def bias(value: Any, dtype: Any, scores: tuple[int, int, int | None, int | None]
 def full_keys(array: Any, keys: int) -> jax.Array:
     """A bias with one column per key: kernels do not broadcast over keys."""
     return jnp.broadcast_to(array, (*array.shape[:3], keys))
+
+
+def sequences_of(cu_seqlens_q: Any) -> int:
+    """The number of sequences of packed queries."""
+    starts = int32("cu_seqlens_q", cu_seqlens_q, (None,))
+    if len(starts) < 1:
+        raise ValueError("cu_seqlens_q is empty, but must be int32 [batch + 1]")
+    return len(starts) - 1
 
 
 def lengths(sequences: Sequences, batch: int) -> Arrays:
@@ -128,38 +136,28 @@ def _scale(scale: Any, head_dim: int, arrays: Arrays) -> float:
         return float(head_dim**-0.5)
     if not isinstance(scale, (jax.Array, np.ndarray)):
         return _check.scale_number(scale)
-    array = _float32("scale", scale)
+    array = float32("scale", scale)
     if array.size != 1:
         raise ValueError(f"scale has shape {list(array.shape)}, but must have one element")
     arrays["scale_tensor"] = array.reshape(1)
     return 1.0
 
 
-def _mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> Arrays:
+def of_mask(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) -> Arrays:
+    """The arrays of a mask, checked; ``lengths`` are those of equally long sequences."""
     masks.check(mask, batch, heads, lengths)
-    return _by_name(as_array("the array of mask", x) for x in mask.arguments())
+    return by_name(as_array("the array of mask", x) for x in mask.arguments())
 
 
-def _by_name(arrays: Iterable[Any]) -> Arrays:
+def by_name(arrays: Iterable[Any]) -> Arrays:
+    """The arrays of a mask by the names of ``OptionalFields``."""
     return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
 
 
-def mask_of_cache(mask: Any, arrays: Arrays, batch: int) -> tuple[Arrays, dict[str, int]]:
-    """The arrays and the numbers of a mask over the cache of ``arrays``."""
-    q, starts, table = arrays["q"], arrays.get("cu_seqlens_q"), arrays.get("block_table")
-    capacity = arrays["k"].shape[1] * (1 if table is None else table.shape[1])
-    rows = None if starts is not None else q.shape[1]
-    if not isinstance(mask, masks.Tree):
-        lengths = None if rows is None else (rows, capacity)
-        return _mask(mask, batch, q.shape[-2], lengths), mask.numbers()
-    _mask_tree.check(mask, batch, rows, starts is not None)
-    used = arrays.get("seqused_k", jnp.full((batch,), capacity, jnp.int32))
-    draft = rows if starts is None else jnp.diff(starts)
-    older = used - arrays.get("leftpad_k", 0) - draft
-    with jax.enable_x64(True):  # a row has 64 bits
-        bits = as_array("the array of mask", mask.bits)
-        of_mask, numbers = _mask_tree.as_blocks(jnp, bits, older, capacity)
-    return _by_name(of_mask), numbers
+def with_max_logits(request: Request) -> bool:
+    """Whether the request asks for the largest logits; refuses flags that are not booleans."""
+    _check.flag("return_lse", request.return_lse)
+    return _check.flag("return_max_logits", request.return_max_logits)
 
 
 def problem(
@@ -186,11 +184,11 @@ def problem(
     heads_kv = k.shape[1] if heads_first else k.shape[-2]
     numbers |= _check.numbers(request)
     sizes = (batch, heads, heads_kv)
-    arrays |= _check.per_head(request, _float32, jnp.broadcast_to, (q.dtype, k.dtype), sizes)
+    arrays |= _check.per_head(request, float32, jnp.broadcast_to, (q.dtype, k.dtype), sizes)
     if request.mask is not None:
         row = 2 if heads_first else 1
         lengths = (q.shape[row], k.shape[row]) if q.ndim == 4 else None
-        arrays |= _mask(request.mask, batch, heads, lengths)
+        arrays |= of_mask(request.mask, batch, heads, lengths)
         numbers |= request.mask.numbers()
     if numbers["dropout_p"] > 0.0:
         arrays["dropout_state"] = dropout_state(dropout_seed)

@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from tilewise import _check
-from tilewise._cache import CacheLayout, check_cache, common_length
+from tilewise._cache import CacheLayout
 from tilewise._check import UNBOUNDED, Window
 from tilewise._request import Request, Sequences
 
-from . import _arguments, _autodiff
+from . import _arguments, _autodiff, _kvcache
 from ._problem import Problem
 
 
@@ -94,15 +94,12 @@ def attention_varlen(
     q, k, v = _arguments.inputs(q, k, v)
     paged = block_table is not None
     _check.varlen(q, k, v, paged)
-    starts = _arguments.int32("cu_seqlens_q", cu_seqlens_q, (None,))
-    if len(starts) < 1:
-        raise ValueError("cu_seqlens_q is empty, but must be int32 [batch + 1]")
+    batch = _arguments.sequences_of(cu_seqlens_q)
     if paged == (cu_seqlens_k is not None):
         raise ValueError(
             "exactly one of cu_seqlens_k and block_table must be given: pages hold the keys of "
             "each sequence from its start"
         )
-    batch = len(starts) - 1
     arrays = {"q": q, "k": k, "v": v, **_arguments.lengths(sequences, batch)}
     rows = _check.bound("max_seqlen_q", max_seqlen_q)
     keys = _check.bound("max_seqlen_k", max_seqlen_k)
@@ -126,76 +123,48 @@ def attention_varlen(
 
 
 def attention_with_kvcache(
-    q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any = None,
+    q: Any, k_cache: Any, v_cache: Any = None, *, cache_seqlens: Any = None,
     cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
     cu_seqlens_q: Any = None, max_seqlen_q: int | None = None, causal: bool = False,
     window: Window = UNBOUNDED, scale: Any = None, softcap: float = 0.0, bias: Any = None,
     alibi_slopes: Any = None, sinks: Any = None, num_splits: int = 0, return_lse: bool = False,
     tf32: bool = False, batch_invariant: bool = False, k_descale: Any = None,
     v_descale: Any = None, mask: Any = None, return_max_logits: bool = False,
-    out_dtype: Any = None, q_descale: Any = None,
+    out_dtype: Any = None, q_descale: Any = None, head_dim_v: int | None = None,
+    indices: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of new queries to all keys in a cache, which the call only reads.
 
     Arguments, results and errors are those of ``tilewise.attention_with_kvcache``; index arrays are
     int32. JAX arrays do not change, so new keys are written before the call, for instance by
-    ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens includes them.
+    ``jax.lax.dynamic_update_slice`` with a donated cache, and cache_seqlens includes them. With
+    head_dim_v the values are read in place, without a copy of these columns.
 
     The number of rows of packed sequences is known only when the computation runs: those past the
     rows of a ``Tree`` see no key.
 
     The function is for inference: it has no derivative.
     """
-    names = ("q", "k_cache", "v_cache")
-    q, k_cache, v_cache = _arguments.inputs(q, k_cache, v_cache, names)
-    packed = None
-    if cu_seqlens_q is not None:
-        packed = len(_arguments.int32("cu_seqlens_q", cu_seqlens_q, (None,))) - 1
-    if block_table is not None:
-        _arguments.int32("block_table", block_table, (None, None))
-    batch = check_cache(q, k_cache, v_cache, block_table, cache_batch_idx, packed)
-    layout = CacheLayout(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
-    rows = layout.max_rows()
-    if cache_seqlens is not None and not hasattr(cache_seqlens, "shape"):
-        cache_seqlens = jnp.full((batch,), common_length(cache_seqlens), jnp.int32)
-    arrays = {"q": q, "k": k_cache, "v": v_cache}
-    for field, name, value, dims in (
-        ("cu_seqlens_q", "cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
-        ("seqused_k", "cache_seqlens", cache_seqlens, (batch,)),
-        ("block_table", "block_table", block_table, (batch, None)),
-        ("kv_batch_idx", "cache_batch_idx", cache_batch_idx, (batch,)),
-        ("leftpad_k", "cache_leftpad", cache_leftpad, (batch,)),
-    ):
-        if value is not None:
-            arrays[field] = _arguments.int32(name, value, dims)
-    if bias is not None:
-        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-        scores = (batch, q.shape[-2], None if packed is not None else q.shape[1], capacity)
-        full = _arguments.full_keys(_arguments.bias(bias, q.dtype, scores), capacity)
-        arrays["bias"] = full
-        if packed is not None:
-            _check.varlen_bias(full.shape, rows or None, capacity)
-            rows, _ = _check.bounds_of_bias(full.shape, rows, capacity)
     request = Request(
-        causal, window, scale, softcap, None, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
-        False, batch_invariant, k_descale, v_descale, None, return_max_logits, out_dtype, False,
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, return_lse, False, tf32,
+        False, batch_invariant, k_descale, v_descale, mask, return_max_logits, out_dtype, False,
         q_descale,
     )  # fmt: skip
-    numbers: dict[str, Any] = dict(max_seqlen_q=rows, num_splits=_check.split_count(num_splits))
-    if mask is not None:
-        of_mask, sizes = _arguments.mask_of_cache(mask, arrays, batch)
-        arrays, numbers = arrays | of_mask, numbers | sizes
-    problem = _arguments.problem(arrays, batch, request, **numbers)
-    return _results(request, problem._replace(inference=True), arrays)
+    layout = CacheLayout(
+        cache_batch_idx, cache_leftpad, block_table, num_splits, False, cu_seqlens_q, max_seqlen_q,
+        head_dim_v, indices,
+    )  # fmt: skip
+    return _returned(request, _kvcache.attend(q, k_cache, v_cache, cache_seqlens, request, layout))
 
 
 def _results(request: Request, problem: Problem, arrays: dict[str, Any]) -> Any:
-    """The results that the request asks for, in the form in which the functions return them."""
-    _check.flag("return_lse", request.return_lse)
-    with_max_logits = _check.flag("return_max_logits", request.return_max_logits)
-    results = _autodiff.attend(problem, with_max_logits, arrays)
-    out = results["out"]
+    results = _autodiff.attend(problem, _arguments.with_max_logits(request), arrays)
     if request.precise_backward and request.out_dtype != jnp.dtype("float32"):
         # JAX keeps the float32 out for the backward, and the gradient of the rounded one is exact.
-        out = out.astype(arrays["q"].dtype)
-    return request.results(out, results["lse"], results.get("max_logits"))
+        results["out"] = results["out"].astype(arrays["q"].dtype)
+    return _returned(request, results)
+
+
+def _returned(request: Request, results: dict[str, Any]) -> Any:
+    """The results that the request asks for, in the form in which the functions return them."""
+    return request.results(results["out"], results["lse"], results.get("max_logits"))

@@ -59,11 +59,14 @@ class Problem(NamedTuple):
     numbers: OptionalFields  # whose arrays are None here
     heads_first: bool = False
     inference: bool = False  # a call that has no derivative
+    head_dim_v: int | None = None  # the first columns of k that are the values, and there is no v
+    single_rows: bool = False  # each row of k and v is a page of one key
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The names of all arrays of the forward."""
-        return ("q", "k", "v", *self.options)
+        rows = ("q", "k", "v") if self.head_dim_v is None else ("q", "k")
+        return (*rows, *self.options)
 
 
 class Call(NamedTuple):
@@ -103,7 +106,8 @@ def _result_shape(problem: Problem, given: Shapes, name: str) -> Shape:
     q = given["q"].shape
     if plain_name(name) == "out":
         dtype = _check.out_dtype_name(problem.numbers.out_dtype, given["q"].dtype)
-        return Shape((*q[:-1], given["v"].shape[-1]), np.dtype(dtype))
+        columns = problem.head_dim_v or given["v"].shape[-1]
+        return Shape((*q[:-1], columns), np.dtype(dtype))
     rows, heads = (-2, -3) if problem.heads_first else (-3, -2)
     if name == "max_logits":
         starts = given.get("cu_seqlens_q")
@@ -131,6 +135,7 @@ def call(problem: Problem, given: Shapes, results: Shapes, device: int) -> Call:
     def describe(shift: int) -> dict[str, Any]:
         named = {f"d{n}" if n in problem.inputs else n: shape for n, shape in results.items()}
         views = _views({**given, **named}, problem.heads_first, shift)
+        views |= _views_of_cache(problem, views)
         structs = {"attention": _attention(problem, given, views, device), "gradients": None}
         if named.keys() != results.keys():
             structs["gradients"] = _gradients(given, views)
@@ -170,6 +175,24 @@ def _views(shapes: Shapes, heads_first: bool, shift: int) -> dict[str, View]:
             strides[1], strides[2] = strides[2], strides[1]
         views[name] = View((i + 1) * _BUFFER + shift, shape, tuple(strides))
     return views
+
+
+def _views_of_cache(problem: Problem, views: dict[str, View]) -> dict[str, View]:
+    """The views of k and v of a problem that reads them in another shape than they have.
+
+    XLA may copy a cache whose shape is changed by an operation of its own.
+    """
+    k, v = views["k"], views.get("v", views["k"])
+    if problem.head_dim_v is not None:
+        v = k._replace(shape=(*k.shape[:-1], problem.head_dim_v))
+    if not problem.single_rows:
+        return {"k": k, "v": v}
+
+    def rows(view: View) -> View:
+        (pages, size, *columns), strides = view.shape, view.strides[1:]
+        return view._replace(shape=(pages * size, 1, *columns), strides=(strides[0], *strides))
+
+    return {"k": rows(k), "v": rows(v)}
 
 
 def _attention(problem: Problem, given: Shapes, views: dict[str, View], device: int) -> Any:

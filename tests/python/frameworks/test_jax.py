@@ -80,6 +80,14 @@ CACHES = {
         "fp16", rows=(2, 2), keys=(20, 20), heads_kv=2, head_dim=32, kv_idx=(3, 1),
         used_k=(11, 20), window=(-1, 0), alibi="h", bias="r",
     ),
+    "latent pages": Case(
+        "bf16", rows=(2, 2, 2), keys=(70, 9, 64), group=16, head_dim=288, head_dim_v=256,
+        latent=True, page_size=16, used_k=(65, 0, 64), window=(-1, 0), sinks=True, max_logits=True,
+    ),
+    "latent cache, packed queries, mask": Case(
+        rows=(4, 0, 3), keys=(150,) * 3, varlen_q=True, tail_q=2, group=4, head_dim=40,
+        head_dim_v=32, latent=True, kv_idx=(3, 0, 1), used_k=(141, 150, 9), mask_blocks="b",
+    ),
 }  # fmt: skip
 
 
@@ -160,6 +168,8 @@ def test_cache(name):
     given = {renamed.get(n, n): x for n, x in meta.items()}
     q, k, v = (leaves.pop(n) for n in "qkv")
     options |= dict(num_splits=case.splits, return_max_logits=case.max_logits)
+    if case.latent:
+        v, options["head_dim_v"] = None, case.head_dim_v
     if built.mask is not None:
         options["mask"] = tilewise.masks.from_bool(built.mask)
     run = partial(tj.attention_with_kvcache, **options, return_lse=True)

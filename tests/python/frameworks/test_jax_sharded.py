@@ -192,6 +192,33 @@ def test_float8_queries(spec):
 
 
 @two_devices
+@pytest.mark.parametrize("selects", [False, True])
+def test_latent_caches(selects):
+    """The batch is divided; selected keys are those of a cache that all devices share."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, cache = random((2, 3, 4, 40), (2, 50, 1, 40))
+    indices = jnp.arange(120, dtype=jnp.int32).reshape(2, 3, 20) * 7 % 110 - 5
+
+    def attend(q, cache, given):
+        name = "indices" if selects else "cache_seqlens"
+        options = {"head_dim_v": 32, "return_max_logits": True, name: given}
+        return tj.attention_with_kvcache(q, cache, **options)
+
+    arrays = q, cache, indices if selects else jnp.array([50, 7], jnp.int32)
+    specs = P("x"), P() if selects else P("x"), P("x")
+    want = attend(*arrays)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    assert same(jax.jit(sharded)(*arrays), want)
+    cut = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, s))
+        for x, s in zip(arrays, specs, strict=True)
+    ]
+    compiled = jax.jit(attend).lower(*cut).compile()
+    assert " all-gather(" not in compiled.as_text()
+    assert same(compiled(*cut), want)
+
+
+@two_devices
 @pytest.mark.parametrize("option", ["packed", "pages", "dropout"])
 def test_jit_of_sharded_heads(option):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -212,3 +239,22 @@ def test_jit_of_sharded_heads(option):
     # Dropout bits are numbered by head, so that call is not divided.
     assert (" all-gather(" in compiled.as_text()) == (option == "dropout")
     assert same(compiled(*cut), run(q, k))
+
+
+@two_devices
+def test_heads_of_packed_queries_of_a_latent_cache():
+    """The devices share the one head of the cache, its indices and the starts of sequences."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, cache = random((6, 4, 40), (5, 20, 1, 40))
+    indices = jnp.arange(120, dtype=jnp.int32).reshape(6, 20) * 7 % 110 - 5
+    starts = jnp.array([0, 2, 5], jnp.int32)
+
+    def attend(q, cache, indices, starts):
+        return tj.attention_with_kvcache(
+            q, cache, head_dim_v=32, indices=indices, cu_seqlens_q=starts, return_max_logits=True
+        )
+
+    specs, results = (P(None, "x"), P(), P(), P()), (P(None, "x"), P(None, "x"))
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=results)
+    want = attend(q, cache, indices, starts)
+    assert same(jax.jit(sharded)(q, cache, indices, starts), want)
