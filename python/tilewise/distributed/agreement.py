@@ -58,7 +58,7 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Description]) -> l
     if ranks.world == 1:
         return [numbers]
     with exchanging("its arguments", ranks):
-        received = _exchange([_hash(function, call.same), *numbers], ranks)
+        received = exchange([_hash(function, call.same), *numbers], ranks)
         differ = any(row[0] != received[0][0] for row in received)
         calls: list[Any] = [(function, call.same)] * ranks.world
         if differ:
@@ -75,7 +75,8 @@ def _hash(function: str, same: dict[str, str]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _exchange(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+def exchange(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+    """The numbers of each rank, which gives as many as every other one."""
     group = _host_group(ranks)
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     received = sent.new_empty(ranks.world * len(numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from .. import _torch, kvcache
 from .agreement import Description, agree
 from .ranks import Ranks, all_gather, eager, largest_of_ranks, ranks_of
+
+if TYPE_CHECKING:  # masks need NumPy
+    from .cache_mask import CacheMask
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,16 +48,16 @@ def attention_with_kvcache(
     cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
     sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
     check: bool = False, batch_invariant: bool = False, q_descale: Any = None,
-    k_descale: Any = None, v_descale: Any = None, return_max_logits: bool = False,
-    out_dtype: Any = None,
+    k_descale: Any = None, v_descale: Any = None, mask: Any = None, key_positions: Any = None,
+    return_max_logits: bool = False, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of queries that all ranks have to a cache of which each rank has some keys.
 
     Each rank calls ``tilewise.attention_with_kvcache`` on its own cache; out and lse of all ranks
-    are then gathered and merged in float32. Every query sees every key: causal masks, windows,
-    ALiBi and rotary embedding would need the places of the keys in the sequence, so q and new keys
-    must be rotated before the call. Each rank may have any of the keys, or none. There is no
-    gradient.
+    are then gathered and merged in float32. Each rank may have any of the keys, or none. Every
+    query sees every key that the mask shows to it; a mask needs key_positions. There is no causal,
+    window, ALiBi or rotary embedding, so q and new keys must be rotated before the call. There is
+    no gradient.
 
     Args:
         q: [B, Sq, Hq, D], the same on all ranks.
@@ -79,6 +82,16 @@ def attention_with_kvcache(
         q_descale: float32 [B or 1, Hkv or 1] of q of float8, the same on all ranks.
         k_descale: float32 [B or 1, Hkv or 1] of a float8 cache of this rank.
         v_descale: The same for values.
+        mask: One of ``tilewise.masks`` for the keys of all ranks, the same on all ranks, on any
+            device. Key 0 is the first key of a sequence after the left padding. The host cuts this
+            rank's keys out of it, so a mask on a GPU is copied to the host. With a Tree, every call
+            waits for cache_seqlens and the other ranks. ``Blocks`` have as many rows as q; keys
+            beyond theirs are hidden.
+        key_positions: integer [n] or [B, n], ascending, used only with a mask: entry j is the key
+            of the mask that this rank's key j after its left padding is, new keys included. n is at
+            least the number of keys that a row of the caches, or of block_table, has room for;
+            entries for keys that are not there yet have no effect. None means 0, 1, 2 and so on,
+            which is allowed only for a single rank.
         return_max_logits: Whether max_logits is returned.
         out_dtype: As in ``tilewise.attention``, the same on all ranks. It is also the dtype of the
             parts that are merged, so with float32 nothing is rounded.
@@ -94,8 +107,15 @@ def attention_with_kvcache(
     """
     ranks = ranks_of(group, mesh)
     _torch.as_array("q", q)
+    spread: CacheMask | None = None
 
     def describe() -> Description:
+        nonlocal spread
+        if mask is not None:
+            from .cache_mask import CacheMask, Keys
+
+            layout = k_cache, v_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+            spread = CacheMask(mask, key_positions, q, Keys(*layout), ranks)
         return Description({
             "shape of q": str(list(q.shape)), "dtype of q": str(q.dtype),
             "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
@@ -103,6 +123,7 @@ def attention_with_kvcache(
             "softcap": str(softcap), "sinks": str(sinks is not None),
             "q_descale": "None" if q_descale is None else "given",
             "return_max_logits": str(return_max_logits), "out_dtype": str(out_dtype),
+            "mask": str(None if spread is None else spread.whole),
         })  # fmt: skip
 
     agree(ranks, "attention_with_kvcache", describe)
@@ -112,7 +133,7 @@ def attention_with_kvcache(
         sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
         tf32=tf32, check=check, batch_invariant=batch_invariant, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, return_max_logits=return_max_logits,
-        out_dtype=out_dtype,
+        out_dtype=out_dtype, mask=None if spread is None else spread.own_part(),
     )  # fmt: skip
     if ranks.world > 1:
         merged, lse = merge_parts(*_gathered(out, lse, ranks))

@@ -19,10 +19,33 @@ from .. import _block_lists, _mask_tensors, _trapezoids
 from .._block_lists import BLOCK, Array, Strip, blocks_of
 from .._mask import Mask, rebuilt
 from .._options import Options
-from ..masks import KINDS, Blocks, Ranges
+from ..masks import KINDS, Blocks, Ranges, Tree
 from .layout import Run
 
-Place: TypeAlias = tuple[Run, Run]  # rows and keys, counted within the whole sequence
+
+class Scattered:
+    """Keys at ascending places of a sequence; equal if the places are."""
+
+    def __init__(self, places: Array) -> None:
+        self.places = places
+        self._digest = hashlib.blake2b(places.tobytes(), digest_size=16).digest()
+
+    def below(self, end: int) -> Array:
+        """The places before one."""
+        return self.places[: np.searchsorted(self.places, end)]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scattered) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+# Rows and keys, counted within the whole sequence.
+Place: TypeAlias = tuple[Run, Run | Scattered]
 
 
 class WholeMask:
@@ -30,7 +53,8 @@ class WholeMask:
 
     def __init__(self, mask: Any) -> None:
         self.mask = mask.on_host()
-        _check_entries(self.mask)
+        if not isinstance(self.mask, Tree):
+            _check_entries(self.mask)
         digest = hashlib.blake2b(repr((type(mask), self.mask._numbers())).encode(), digest_size=16)
         for array in self.mask._arrays():
             digest.update(repr(array.shape).encode())
@@ -143,26 +167,52 @@ def _part_of_ranges(mask: Any, places: tuple[Place, ...]) -> Any:
     sequences = range(max(mask.batch, len(places)))
     parts = []
     for sequence in sequences:
-        rows, keys = places[sequence if len(places) > 1 else 0]
         at = sequence if mask.batch > 1 else 0
-        shown = _cut(_entries(mask, range(at, at + 1), 1), rows, keys)
-        parts.append(shown - np.array([rows[0], rows[0], keys[0], keys[0], 0], np.int32))
+        entries = _entries(mask, range(at, at + 1), 1)
+        parts.append(_moved(entries, *places[sequence if len(places) > 1 else 0]))
     return rebuilt(Ranges, list(_trapezoids.lists(parts)), ())
+
+
+def _moved(entries: Array, rows: Run, keys: Run | Scattered) -> Array:
+    """The parts of ranges in some rows and keys, counted from the first of these."""
+    if not isinstance(keys, Scattered):
+        shown = _cut(entries, rows, keys)
+        return shown - np.array([rows[0], rows[0], keys[0], keys[0], 0], np.int32)
+    # A row sees an interval of the keys of a range, and so an interval of any ascending keys. These
+    # intervals do not move by one key per row, so a range with a diagonal becomes one for each row,
+    # or for a few that see the same of the keys.
+    e = _cut(entries, rows, (0, _trapezoids.UNBOUNDED)).astype(np.int64)
+    pieces = np.where(e[:, 4] == 0, 1, e[:, 1] - e[:, 0])
+    step = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first, last, low, high, kind = np.repeat(e, pieces, axis=0).T
+    begin = first + step
+    end = np.where(kind == 0, last, begin + 1)
+    low = np.where(kind & 2, low + step, low)
+    high = np.where(kind & 1, high - (last - begin) + 1, high)
+    low, high = np.searchsorted(keys.places, (low, high))
+    shown = np.stack([begin - rows[0], end - rows[0], low, high, np.zeros_like(low)], axis=1)
+    shown = shown[low < high].astype(np.int32)
+    starts = np.ones(len(shown), bool)
+    starts[1:] = (shown[1:, 0] != shown[:-1, 1]) | (shown[1:, 2:4] != shown[:-1, 2:4]).any(axis=1)
+    joined = shown[starts]
+    joined[:, 1] = shown[np.roll(starts, -1), 1]  # a range ends before the next one starts
+    return joined
 
 
 def _part_of_blocks(mask: Any, places: tuple[Place, ...]) -> Any:
     """The same of blocks, which are cut anew: their edges move with the rows and keys."""
     whole = mask._strip(mask.keys)
-    rows, keys = (max(end - begin for begin, end in ends) for ends in zip(*places, strict=True))
+    rows, keys = _sizes(places)
 
     def strip(sequence: int, head: int, begin: int, end: int) -> Array:
         tile = np.zeros((end - begin, keys), bool)
-        (first, last), (low, high) = places[sequence if len(places) > 1 else 0]
+        (first, last), own = places[sequence if len(places) > 1 else 0]
         first, last = first + begin, min(first + end, last, mask.rows)
-        high = min(high, mask.keys)
-        if first < last and low < high:
+        if first < last:
             at = sequence if mask.batch > 1 else 0
-            tile[: last - first, : high - low] = _rows(whole, at, head, first, last)[:, low:high]
+            columns: Any = slice(*own) if isinstance(own, tuple) else own.below(mask.keys)
+            shown = _rows(whole, at, head, first, last)[:, columns]
+            tile[: last - first, : shown.shape[1]] = shown
         return tile
 
     batch = max(mask.batch, len(places))
@@ -187,11 +237,15 @@ class MaskPart:
     def add_to(self, options: Options, q: Tensor, batch: int) -> Options:
         """The options with the mask of the heads of q, which begin with options.head_offset."""
         heads = (options.head_offset, options.head_offset + q.shape[-2])
+        return _mask_tensors.with_mask(options, q, batch, self.of_heads(heads), None)
+
+    def of_heads(self, heads: Run) -> Mask:
+        """The mask of some of the heads, or the one that all of them share."""
         if self._mask.heads == 1:
             heads = (0, 1)
         if heads not in self._of_heads:
             self._of_heads[heads] = _heads_of(self._mask, heads).to(self._device)
-        return _mask_tensors.with_mask(options, q, batch, self._of_heads[heads], None)
+        return self._of_heads[heads]
 
 
 def _heads_of(mask: Any, heads: Run) -> Any:
@@ -215,9 +269,41 @@ def _cached_part_at(
 ) -> MaskPart | None:
     if places is None:
         return MaskPart(whole.mask, device)
-    if not places or any(
-        max(end - begin for begin, end in ends) == 0 for ends in zip(*places, strict=True)
-    ):
+    return part_of(whole.mask, places, device)
+
+
+def part_of(mask: Any, places: tuple[Place, ...], device: torch.device) -> MaskPart | None:
+    """``WholeMask.part_at`` of ranges or blocks on the host, which keeps nothing."""
+    if not places or 0 in _sizes(places):
         return None
-    part = _part_of_ranges if isinstance(whole.mask, Ranges) else _part_of_blocks
-    return MaskPart(part(whole.mask, places), device)
+    part = _part_of_ranges if isinstance(mask, Ranges) else _part_of_blocks
+    return MaskPart(part(mask, places), device)
+
+
+def _sizes(places: tuple[Place, ...]) -> tuple[int, int]:
+    """The most rows and the most keys of a sequence."""
+    keys = (len(k) if isinstance(k, Scattered) else k[1] - k[0] for _, k in places)
+    return max(end - begin for (begin, end), _ in places), max(keys)
+
+
+def tree_as_ranges(tree: Any, older: Array) -> Any:
+    """The ranges that show the same pairs as a tree on the host.
+
+    A sequence gets a range of its older keys and one for each run of set bits of a row.
+
+    Args:
+        tree: ``masks.Tree`` with NumPy arrays.
+        older: integer [B], the keys of each sequence before its draft keys; negative if it has
+            fewer keys than rows.
+    """
+    bits = tree.bits.view(np.uint64)[:, :, None] >> np.arange(tree.rows, dtype=np.uint64)
+    edges = np.diff((bits & np.uint64(1)).astype(np.int8), axis=-1, prepend=0, append=0)
+    owner, row, begin = np.nonzero(edges > 0)
+    runs = np.stack([row, row + 1, begin, np.nonzero(edges < 0)[2], np.zeros_like(row)], axis=1)
+    parts = []
+    for sequence, count in enumerate(older.tolist()):
+        own = runs[owner == (sequence if tree.batch > 1 else 0)]
+        shown = np.concatenate([own + [0, 0, count, count, 0], [[0, tree.rows, 0, count, 0]]])
+        shown[:, 2] = shown[:, 2].clip(0)
+        parts.append(shown[shown[:, 2] < shown[:, 3]].astype(np.int32))
+    return rebuilt(Ranges, list(_trapezoids.lists(parts)), ())

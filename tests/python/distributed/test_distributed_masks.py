@@ -20,7 +20,7 @@ from strategies import mask_ranges  # noqa: E402
 from tilewise import masks  # noqa: E402
 from tilewise._mask import rebuilt  # noqa: E402
 from tilewise._options import Options  # noqa: E402
-from tilewise.distributed.mask_parts import whole_mask  # noqa: E402
+from tilewise.distributed.mask_parts import Scattered, tree_as_ranges, whole_mask  # noqa: E402
 
 RANKS = 3
 
@@ -47,8 +47,14 @@ def runs(draw: st.DrawFn, size: int) -> tuple[int, int]:
     return (begin, end) if begin < end else (0, size)
 
 
+def scattered(size: int) -> st.SearchStrategy[Scattered]:
+    """Some keys, also beyond the last one of the mask."""
+    places = st.sets(st.integers(0, size + 3), min_size=1)
+    return places.map(lambda own: Scattered(np.array(sorted(own), np.int32)))
+
+
 @given(data=st.data())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=200)
 def test_parts_show_what_the_whole_shows_there(data):
     rows, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     mask = None
@@ -64,10 +70,12 @@ def test_parts_show_what_the_whole_shows_there(data):
         batch, heads = data.draw(st.sampled_from([(1, 1), (2, 4), (1, 4), (2, 1)]))
         mask = masks.from_bool(random_dense(rng, (batch, heads, rows, keys)))
     dense, whole = mask.to_bool(rows, keys), whole_mask(mask)
-    places = [(data.draw(runs(rows)), data.draw(runs(keys)))]
+    own_keys = st.one_of(runs(keys), scattered(keys))
+    places = [(data.draw(runs(rows)), data.draw(own_keys))]
     if data.draw(st.booleans()):  # another place for each sequence
-        places.append((data.draw(runs(rows)), data.draw(runs(keys))))
-    size = [max(end - begin for begin, end in ends) for ends in zip(*places, strict=True)]
+        places.append((data.draw(runs(rows)), data.draw(own_keys)))
+    columns = [own.places if isinstance(own, Scattered) else np.arange(*own) for _, own in places]
+    size = max(end - begin for (begin, end), _ in places), max(map(len, columns))
     first = data.draw(st.integers(0, 3))
     last = data.draw(st.integers(first + 1, 4))
     part = whole.part_at(tuple(places), CPU)
@@ -75,16 +83,35 @@ def test_parts_show_what_the_whole_shows_there(data):
     got = shown(part.add_to(Options(head_offset=first), q, 2), *size)
     got = np.broadcast_to(got, (2, last - first, *size))
     dense = np.broadcast_to(dense, (2, 4, rows, keys))[:, first:last]
-    for sequence, (run, span) in enumerate((places * 2)[:2]):
-        want = dense[sequence, :, slice(*run), slice(*span)]
-        own = got[sequence, :, : run[1] - run[0], : span[1] - span[0]]
-        assert np.array_equal(own, want), (run, span)
+    if isinstance(mask, masks.Ranges):  # may go beyond the keys
+        wide = np.broadcast_to(mask.to_bool(rows, keys + 4), (2, 4, rows, keys + 4))[:, first:last]
+    else:
+        wide = np.pad(dense, ((0, 0), (0, 0), (0, 0), (0, 4)))
+    for sequence, (run, _) in enumerate((places * 2)[:2]):
+        at = (columns * 2)[sequence]
+        want = wide[sequence, :, slice(*run)][..., at]
+        own = got[sequence, :, : run[1] - run[0], : len(at)]
+        assert np.array_equal(own, want), places
         for which in (sequence, None):
             low, high = whole.seen(run, keys, which)
             seen = dense[sequence if which is not None else slice(None), ..., slice(*run), :]
             outside = np.ones(keys, bool)
             outside[low:high] = False
             assert not seen[..., outside].any()
+
+
+def test_trees_are_ranges():
+    """A sequence with fewer keys than rows has only the last of the draft keys."""
+    tree = masks.Tree(np.random.default_rng(2).integers(0, 2**64, (4, 7), np.uint64))
+    older = np.array([0, 5, 140, -3])
+    ranges = tree_as_ranges(tree, older)
+    shown = ranges.to_bool(7, 150)
+    for sequence, count in enumerate(older.tolist()):
+        want = np.zeros((7, 150), bool)
+        keys = max(count, 0) + 7
+        want[:, : count + 7] = tree.to_bool(7, keys)[sequence, 0, :, keys - count - 7 :]
+        assert np.array_equal(shown[sequence, 0], want), count
+    assert (ranges.entries >= 0).all()
 
 
 def test_equal_masks_are_equal_wherever_they_are():
