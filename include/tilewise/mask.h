@@ -11,7 +11,8 @@ extern "C" {
 /* A mask: which pairs of a row and a key of a sequence are visible, if the band allows them as
  * well. Rows and keys are counted within a sequence, keys from the first one after leftpad_k on.
  * Set struct_size = sizeof(tilewise_mask). All arrays are in the memory of the device; on a GPU
- * their entries are not checked, and invalid ones hide pairs.
+ * their entries are not checked, and invalid ones hide pairs; of the kind of a range, only the two
+ * lowest bits are read there.
  *
  * Ranges: a set of rectangles; a pair is visible if at least one shows it. Entry e is
  * {row_begin, row_end, key_begin, key_end, kind}. What lies beyond the rows and keys of a sequence
