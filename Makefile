@@ -195,9 +195,10 @@ $(VENV)-jax/.ready: tools/setup.sh tools/constraints.txt | $(VENV)/.installed
 	@touch $@
 
 .PHONY: test-jax
-test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from PyPI (a minute)
+test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from PyPI (two minutes)
 	@$(say) "JAX"
-	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -q -p hypothesispytest tests/python/frameworks/test_jax*.py
+	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
+	  tests/python/frameworks/test_jax*.py
 
 # Each engine has an environment of its own over the packages of VENV. Its dependencies would bring PyTorch for CUDA and
 # other gigabytes of kernels; tools/requirements-*.txt lists what imports need.
