@@ -59,7 +59,7 @@ def _one_sequence(
         distance = np.abs(oracle.aligned(o, sequence.batch, n, m) - np.arange(m))
         penalty = o.slopes[sequence.batch][:, None, None] * distance
         s = s - torch.from_numpy(penalty).to(s.device, dtype)
-    seen = torch.from_numpy(oracle.visible(o, sequence.batch, n, m)).to(s.device).expand(s.shape)
+    seen = torch.from_numpy(oracle.seen_pairs(o, sequence.batch, n, m)).to(s.device).expand(s.shape)
     if "bias" in leaves:
         bias = leaves["bias"]
         bias = bias[sequence.batch if bias.shape[0] > 1 else 0]
