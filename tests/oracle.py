@@ -112,11 +112,13 @@ class TangentResult:
     dscale: float
     # Norms of what is summed, to judge cancellation, as in Result: of the terms of an element of
     # out and lse; per sequence, of the terms of the gradients of each score and its tangent; of
-    # those of an element of dv, dsinks and dscale.
+    # those of an element of dv, dsinks and dscale; and of those of an element of dv by the tangents
+    # of the scores and of lse, which cancel where these are equal.
     out_size: float = 0.0
     lse_size: float = 0.0
     ds_sizes: list[Array] = field(default_factory=list)
     dv_size: float = 0.0
+    dv_scores_size: float = 0.0
     dsinks_size: float = 0.0
     dscale_size: float = 0.0
 
@@ -400,13 +402,16 @@ def tangents(
     o: Options,
     t: Tangents,
     incoming: tuple[Array, Array, Array, Array] | None = None,
+    grad_keys: int | None = None,
 ) -> TangentResult:
     """The tangents of out and lse along t. Given `incoming`, the gradients of out, lse and these
-    two tangents, also the gradients of q, k, v, bias, sinks and scale."""
-    group = q.shape[1] // k.shape[1]
+    two tangents, also the gradients of q, k, v, bias, sinks and scale, with `grad_keys` rows in dk
+    and dv (default: those of k)."""
+    group, grad_keys = q.shape[1] // k.shape[1], len(k) if grad_keys is None else grad_keys
     r = TangentResult(
         out=np.zeros((*q.shape[:2], v.shape[2])), lse=np.zeros(q.shape[:2]), dq=np.zeros(q.shape),
-        dk=np.zeros(k.shape), dv=np.zeros(v.shape), dsinks=np.zeros(q.shape[1]), dscale=0.0,
+        dk=np.zeros((grad_keys, *k.shape[1:])), dv=np.zeros((grad_keys, *v.shape[1:])),
+        dsinks=np.zeros(q.shape[1]), dscale=0.0,
         dbias=None if o.bias is None else np.zeros(o.bias.shape),
     )  # fmt: skip
     qt = np.zeros(q.shape) if t.q is None else t.q
@@ -452,8 +457,8 @@ def tangents(
         r.dq[sequence.rows] += (dx @ w.k + dx_t @ kth).transpose(1, 0, 2)
         dk = dx.transpose(0, 2, 1) @ w.q + dx_t.transpose(0, 2, 1) @ qth
         dv = pd.transpose(0, 2, 1) @ a + (pd * centred).transpose(0, 2, 1) @ b
-        np.add.at(r.dk, sequence.keys, w.per_kv_head(dk))
-        np.add.at(r.dv, sequence.keys, w.per_kv_head(dv))
+        np.add.at(r.dk, sequence.grad_keys, w.per_kv_head(dk))
+        np.add.at(r.dv, sequence.grad_keys, w.per_kv_head(dv))
         r.dsinks += (w.p_sink * (dp_sink - mean_dp + dlse.T)).sum(axis=1)
         r.dscale += float((dz * w.raw + dz_t * raw_t).sum())
         add_to_bias(r.dbias, ds, sequence.batch)
@@ -462,10 +467,12 @@ def tangents(
         row = (w.drop * norm).max(axis=2, initial=0) + np.abs(dlse.T) + np.abs(dlse_t.T)
         row = row * (1 + np.abs(s_t).max(axis=2, initial=0) + np.abs(mean))
         r.ds_sizes.append(w.p * row[:, :, None])
-        dv_terms = (pd**2).transpose(0, 2, 1) @ a**2 + ((pd * centred) ** 2).transpose(
-            0, 2, 1
-        ) @ b**2
+        keys_pd, keys_centred = pd.transpose(0, 2, 1), centred.transpose(0, 2, 1)
+        dv_terms = keys_pd**2 @ a**2 + (keys_pd * keys_centred) ** 2 @ b**2
         r.dv_size = max(r.dv_size, float(np.sqrt(w.per_kv_head(dv_terms).max(initial=0))))
+        apart = pd * (np.abs(s_t) + np.abs(mean)[:, :, None])
+        dv_terms = w.per_kv_head(apart.transpose(0, 2, 1) ** 2 @ b**2)
+        r.dv_scores_size = max(r.dv_scores_size, float(np.sqrt(dv_terms.max(initial=0))))
         r.dsinks_size = float(np.hypot(r.dsinks_size, np.linalg.norm(w.p_sink * row)))
         of_scale = (w.p * (np.abs(w.raw) + np.abs(raw_t))).sum(axis=2) * row
         r.dscale_size = float(np.hypot(r.dscale_size, np.linalg.norm(of_scale)))

@@ -1,5 +1,6 @@
-"""Forward mode of random problems that combine every option with every other, on every device and
-instruction set, compared with the oracle. Buffers have gaps, and what no sequence uses holds NaN.
+"""Forward mode and second derivatives of random problems that combine every option with every
+other, on every device and instruction set, compared with the oracle. Buffers have gaps, and what no
+sequence uses holds NaN.
 
 TILEWISE_TEST_EXAMPLES=<n> draws n new problems per dtype, as in test_properties.py."""
 
@@ -16,52 +17,72 @@ from hypothesis import strategies as st
 
 import capi
 import oracle
-from bounds import FP32_OUT_UNITS, FP32_RELATIVE, UNIT, largest
-from cases import Built, Case, flat, float64
+import yardstick
+from bounds import (
+    FORWARD_FACTOR,
+    FP32_OUT_UNITS,
+    FP32_RELATIVE,
+    UNIT,
+    Yard,
+    largest,
+    second_bound,
+    tangent_sizes,
+)
+from cases import GRADIENTS, Built, Case, flat, float64
 from index_faults import last_error
-from strategies import cases
+from strategies import differentiable
 
 pytestmark = pytest.mark.abi
 
 THOROUGH = int(os.environ.get("TILEWISE_TEST_EXAMPLES", "0"))
-SHARDS = 4
-EXAMPLES = {"cpu": 200, "cuda": 200, "emulator": 60}
-INPUTS = ("q", "k", "v", "bias", "sinks", "scale")
+SHARDS = 4  # per dtype
+EXAMPLES = {"cpu": 200, "cuda": 200, "emulator": 48}
+INCOMING = ("out", "out'", "lse'")  # whose gradients are given; that of lse is an option of cases
 
 
 class Moved:
-    """Tangents of some inputs of a built case, and buffers for those of its results."""
+    """Tangents of some inputs of a built case, buffers for those of its results, and the gradients
+    of some results."""
 
-    def __init__(self, b: Built, moving: frozenset[str]) -> None:
+    def __init__(
+        self, b: Built, moving: frozenset[str], incoming: frozenset[str] = frozenset(INCOMING)
+    ) -> None:
         c = self.case = b.case
-        self.b = b
+        self.b, self.incoming = b, incoming
         self.t = capi.Tangents(struct_size=ctypes.sizeof(capi.Tangents))
         self.exact = oracle.Tangents()
-        self.keep: list[object] = []
+        self.keep: dict[str, torch.Tensor] = {}
         for name in sorted(moving & {"q", "k", "v"}):
             x = getattr(b, name)
-            tangent = b._buffer(tuple(x.shape)).view
-            tangent.copy_(b.normal(tuple(x.shape)))
-            tangent[x.isnan()[..., :1].expand_as(tangent)] = torch.nan  # what no sequence uses
+            tangent = self.like(x)
             batched = not c.varlen_q if name == "q" else b.batched_k
             setattr(self.t, name, capi.tensor(tangent, batched=batched))
             setattr(self.exact, name, flat(tangent))
-            self.keep.append(tangent)
+            self.keep[name] = tangent
         if "bias" in moving and b.bias is not None:
             self.set_bias(b.bias)
         if "sinks" in moving and b.sinks is not None:
             sinks = b._small((c.heads,), b.normal((c.heads,)))
             self.t.sinks, self.exact.sinks = sinks.data_ptr(), float64(sinks)
-            self.keep.append(sinks)
+            self.keep["sinks"] = sinks
         if "scale" in moving:
-            self.exact.scale = float(np.float32(b.rng.standard_normal() * b.scale))
-            self.t.scale = b._pointer(torch.tensor([self.exact.scale], dtype=torch.float32))
-        self.out = b._buffer(b._shape_q(c.head_dim_v))
+            scale = torch.tensor([b.rng.standard_normal() * b.scale], dtype=torch.float32)
+            self.exact.scale, self.t.scale = float(scale), b._pointer(scale)
+            self.keep["scale"] = scale
+        self.out = b._buffer(b._shape_q(c.head_dim_v), torch.float32 if c.float32_out else None)
         self.lse = capi.guarded(b.lse_shape, torch.float32, pad=b._pad(b.lse_shape))
         self.t.out = capi.tensor(self.out.view, batched=not c.varlen_q)
         self.t.lse = self.lse.pointer
         self.t.lse_stride_batch = 0 if c.varlen_q else self.lse.view.stride(0)
         self.t.lse_stride_head = self.lse.view.stride(-2)
+        self.set_incoming()
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """Random numbers in the shape of x, and NaN where x has it: what no sequence uses."""
+        values = self.b._buffer(tuple(x.shape)).view
+        values.copy_(self.b.normal(tuple(x.shape)))
+        values[x.isnan()[..., :1].expand_as(values)] = torch.nan
+        return values
 
     def set_bias(self, bias: torch.Tensor) -> None:
         buffer = capi.guarded(tuple(bias.shape), bias.dtype, pad=[0, 0, 0, self.case.pad])
@@ -70,13 +91,42 @@ class Moved:
         for dim, letter, name in zip(range(3), "bhr", ("batch", "head", "row"), strict=True):
             stride = buffer.view.stride(dim) if letter in (self.case.bias or "") else 0
             setattr(self.t, f"bias_stride_{name}", stride)
-        self.keep.append(buffer)
+        self.keep["bias"] = buffer.view
+
+    def set_incoming(self) -> None:
+        b, batched = self.b, not self.case.varlen_q
+        dout = self.like(b.dout)
+        if "out'" not in self.incoming:  # the pass needs its gradient
+            dout.zero_()
+        dlse = capi.guarded(b.lse_shape, torch.float32, pad=b._pad(b.lse_shape)).view
+        dlse.copy_(b.normal(b.lse_shape))
+        self.keep |= {"dout": dout, "dlse": dlse}
+        self.t.dout = capi.tensor(dout, batched=batched)
+        if "lse'" in self.incoming:
+            self.t.dlse = dlse.data_ptr()
+            self.t.dlse_stride_batch = dlse.stride(0) if batched else 0
+            self.t.dlse_stride_head = dlse.stride(-2)
+        zeros = np.zeros_like(flat(dout))
+        self.given = (
+            flat(b.dout) if "out" in self.incoming else zeros,
+            zeros[..., 0] if b.dlse is None else b.by_row(b.dlse),
+            flat(dout),
+            b.by_row(dlse) if "lse'" in self.incoming else zeros[..., 0],
+        )
 
     def expected(self) -> oracle.TangentResult:
         b = self.b
+        grad_keys = b.batch * b.seqlen_k if b.keys_per_sequence else None
         return oracle.tangents(
-            flat(b.q), flat(b.k), flat(b.v), b.sequences, b.options(), self.exact
-        )
+            flat(b.q), flat(b.k), flat(b.v), b.sequences, b.options(), self.exact, self.given,
+            grad_keys,
+        )  # fmt: skip
+
+    def yard(self, want: oracle.TangentResult) -> Yard:
+        if self.case.dtype == "fp32":
+            return None
+        moving = {name: x for name, x in self.keep.items() if name in GRADIENTS}
+        return yardstick.tangent_errors(self.b, want, moving, self.given)
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
         self.out.poison()
@@ -86,44 +136,73 @@ class Moved:
         assert self.lse.stray_writes() == 0, "jvp wrote outside the tangent of lse"
         return flat(self.out.view), self.b.by_row(self.lse.view)
 
+    def second(self) -> dict[str, np.ndarray]:
+        b = self.b
+        gradients = b.gradients()
+        if "out" not in self.incoming:
+            gradients.dout = capi.tensor(None)
+        capi.second(b.attention, self.t, gradients)
+        for name, g in b.grads.items():
+            assert g.stray_writes() == 0, f"second wrote outside d{name}"
+        return {n: flat(g.view) if n in "qkv" else float64(g.view) for n, g in b.grads.items()}
 
-def check(case: Case, moving: frozenset[str]) -> None:
+    def bounds(self, want: oracle.TangentResult, yard: Yard) -> dict[str, float]:
+        b, unit = self.b, UNIT[self.case.dtype]
+        shape = None if b.bias is None else tuple(b.bias.shape)
+        sizes = tangent_sizes(want, self.exact, flat(b.q), flat(b.k), b.scale, shape)
+        names = sizes if b.sinks is not None else sizes.keys() - {"sinks"}
+        bounds = {n: second_bound(n, want, sizes, self.case.dtype, yard) for n in names}
+        # The tangents of the scores are rounded before that of lse is subtracted.
+        rounding = FP32_OUT_UNITS * UNIT["fp32"]
+        of_scores = rounding * want.lse_size
+        of_out = rounding * want.out_size + of_scores * largest(flat(b.v))
+        bounds["v"] += rounding * want.dv_scores_size
+        size_out, size_lse = largest(want.out), largest(want.lse)
+        if yard is None:
+            bounds["out"] = max(FP32_RELATIVE * size_out, of_out)
+            bounds["lse"] = FP32_RELATIVE * max(1.0, size_lse) + 4 * of_scores  # as that of lse
+        else:
+            bounds["out"] = FORWARD_FACTOR * yard["out"] + unit * size_out + of_out
+            bounds["lse"] = FORWARD_FACTOR * yard["lse"] + unit * size_lse + 4 * of_scores
+        return bounds
+
+
+def check(case: Case, moving: frozenset[str], incoming: frozenset[str]) -> None:
     b = Built(case)
-    moved = Moved(b, moving)
+    moved = Moved(b, moving, incoming)
     want = moved.expected()
+    bounds = moved.bounds(want, moved.yard(want))
+    exact = {name: np.asarray(getattr(want, f"d{name}")) for name in bounds.keys() & GRADIENTS}
+    exact |= {"out": want.out, "lse": want.lse}
     b.attention.stream = b.device.stream
-    # Besides the sums over the keys, the tangents of the scores are rounded before r is subtracted.
-    unit = FP32_OUT_UNITS * UNIT["fp32"]
-    of_scores = unit * want.lse_size
-    out_bound = unit * want.out_size + of_scores * largest(flat(b.v))
-    out_bound = max(FP32_RELATIVE * largest(want.out), out_bound)
-    lse_bound = FP32_RELATIVE * max(1.0, largest(want.lse)) + 4 * of_scores  # as that of lse
     for target in capi.targets():
         with capi.on(target):
             capi.forward(b.attention)
             out, lse = moved.run()
-        for name, got, exact, bound in (
-            ("out", out, want.out, out_bound), ("lse", lse, want.lse, lse_bound),
-        ):  # fmt: skip
-            error = largest(got - exact)
-            assert np.isfinite(got).all(), f"{name} is not finite: {target} {case}"
+            got = moved.second() | {"out": out, "lse": lse}
+        for name, x in got.items():
+            where = f"{target} {case} {sorted(moving)} {sorted(incoming)}"
+            error, bound = largest(x - exact[name]), bounds[name]
+            assert np.isfinite(x).all(), f"{name} is not finite: {where}"
             off = f"off by {error:.3e}, allowed {bound:.3e}"
-            assert error <= bound, f"{name} is {off}: {target} {case} {moving}"
+            assert error <= bound, f"{name} is {off}: {where}"
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_tangents(shard, device):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_random_derivatives(dtype, shard, device):
     @settings(
         max_examples=(THOROUGH or EXAMPLES[device.name]) // SHARDS, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink] if THOROUGH else [Phase.generate],
     )  # fmt: skip
     @given(
-        case=cases("fp32", small=device.name == "emulator").filter(lambda c: c.page_size == 0),
-        moving=st.frozensets(st.sampled_from(INPUTS), min_size=1),
+        case=differentiable(dtype, small=device.name == "emulator"),
+        moving=st.frozensets(st.sampled_from(GRADIENTS), min_size=1),
+        incoming=st.frozensets(st.sampled_from(INCOMING), min_size=1),
     )
-    def body(case: Case, moving: frozenset[str]) -> None:
-        check(case, moving)
+    def body(case: Case, moving: frozenset[str], incoming: frozenset[str]) -> None:
+        check(case, moving, incoming)
 
     (body if THOROUGH else seed(shard)(body))()
 

@@ -13,7 +13,15 @@ import torch
 import array_device
 import oracle
 import tilewise
-from bounds import FP32_OUT_UNITS, FP32_RELATIVE, GRADIENT_FACTOR, UNIT, largest
+from bounds import (
+    FP32_OUT_UNITS,
+    FP32_RELATIVE,
+    GRADIENT_FACTOR,
+    UNIT,
+    largest,
+    second_bound,
+    tangent_sizes,
+)
 from tangent_cases import (
     BATCH,
     CASES,
@@ -123,26 +131,9 @@ def fp32_bound(case: Case, want: oracle.TangentResult, name: str, size: float) -
     if name in ("out", "lse"):
         terms = want.out_size if name == "out" else want.lse_size
         return max(FP32_RELATIVE * size, FP32_OUT_UNITS * unit * terms)
-    t, group = case.tangents, HEADS // HEADS_KV
-
-    def norm(axes: tuple[int, ...]) -> float:
-        return max(float(np.sqrt((e**2).sum(axis=axes)).max()) for e in want.ds_sizes)
-
-    def meets(x: np.ndarray, moved: np.ndarray | None) -> float:
-        """The factor of the gradients of the scores and of their tangents."""
-        of_tangent = 0.0 if moved is None else case.scale * largest(moved)
-        return (case.scale + abs(t.scale or 0.0)) * largest(x) + of_tangent
-
-    terms = {
-        "q": norm((2,)) * meets(case.k, t.k),
-        "k": math.sqrt(group) * norm((1,)) * meets(case.q, t.q),
-        "v": want.dv_size, "sinks": want.dsinks_size, "scale": want.dscale_size,
-    }  # fmt: skip
-    if case.bias is not None:
-        reduced = tuple(i for i in (0, 1) if case.bias.shape[i + 1] == 1)
-        terms["bias"] = math.sqrt(BATCH if len(case.bias) == 1 else 1) * norm(reduced)
-    rounding = 8 * unit if name == "v" else 2 * unit * (math.sqrt(case.dim_v) + 4)
-    return FP32_RELATIVE * size + rounding * terms[name]
+    shape = None if case.bias is None else case.bias.shape
+    sizes = tangent_sizes(want, case.tangents, case.q, case.k, case.scale, shape)
+    return second_bound(name, want, sizes, "fp32", None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

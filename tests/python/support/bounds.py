@@ -139,3 +139,47 @@ def check_gradients(
         else:
             bound = GRADIENT_FACTOR * yard[name] + unit * (largest(target) + 2 * sizes[name])
         _compare(f"d{name}", values, target, dtype, bound, where)
+
+
+def tangent_sizes(
+    want: oracle.TangentResult,
+    t: oracle.Tangents,
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    bias_shape: tuple[int, ...] | None,
+) -> dict[str, float]:
+    """Norms of the terms that each gradient of a loss of tangents sums. Shapes as in the oracle."""
+    group, scale = q.shape[1] // k.shape[1], abs(scale)
+
+    def norm(axes: tuple[int, ...]) -> float:
+        return max((largest(_norm(e, axes)) for e in want.ds_sizes), default=0.0)
+
+    def meets(x: np.ndarray, moved: np.ndarray | None) -> float:
+        """The factor of the gradients of the scores and of their tangents."""
+        of_tangent = 0.0 if moved is None else scale * largest(moved)
+        return (scale + abs(t.scale or 0.0)) * largest(x) + of_tangent
+
+    sizes = {
+        "q": norm((2,)) * meets(k, t.k),
+        "k": group**0.5 * norm((1,)) * meets(q, t.q),
+        "v": want.dv_size, "sinks": want.dsinks_size, "scale": want.dscale_size,
+    }  # fmt: skip
+    if bias_shape is not None:
+        reduced = tuple(i for i in (0, 1) if bias_shape[i + 1] == 1)
+        batch = len(want.ds_sizes) if bias_shape[0] == 1 else 1
+        sizes["bias"] = batch**0.5 * norm(reduced)
+    return sizes
+
+
+def second_bound(
+    name: str, want: oracle.TangentResult, sizes: dict[str, float], dtype: str, yard: Yard
+) -> float:
+    """The bound of the gradient of `name` of a loss of tangents, as that of a gradient of the
+    backward. Sizes count every term of a row as its largest; where the terms cancel, 16-bit results
+    are off by up to 1/8 unit of them even if plain PyTorch is nearly exact."""
+    exact, unit = largest(np.asarray(getattr(want, f"d{name}"))), UNIT[dtype]
+    if yard is not None:
+        return GRADIENT_FACTOR * yard[name] + unit * (exact + sizes[name] / 4)
+    rounding = 8 * unit if name == "v" else 2 * unit * (want.out.shape[2] ** 0.5 + 4)
+    return FP32_RELATIVE * exact + rounding * sizes[name]

@@ -19,7 +19,7 @@ import torch
 import devices
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL = range(4)
-FORWARD, BACKWARD, JVP = 0, 1, 2
+FORWARD, BACKWARD, JVP, SECOND = range(4)
 OUT_DEFAULT, OUT_FLOAT32 = 0, 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -207,6 +207,7 @@ def library() -> c.CDLL:
         c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_void_p,
     ]  # fmt: skip
     lib.tilewise_jvp.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int64]
+    lib.tilewise_second.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p, c.c_void_p, c.c_int64]
     lib.tilewise_append_kv.argtypes = [c.c_void_p]
     lib.tilewise_kernel.argtypes = [c.c_int32, c.c_void_p]
     return lib
@@ -412,12 +413,21 @@ def forward(attention: Attention) -> PlanInfo:
 
 
 def jvp(attention: Attention, tangents: Tangents) -> PlanInfo:
+    return _with_tangents(library().tilewise_jvp, JVP, attention, tangents)
+
+
+def second(attention: Attention, tangents: Tangents, gradients: Gradients) -> PlanInfo:
+    return _with_tangents(library().tilewise_second, SECOND, attention, tangents, gradients)
+
+
+def _with_tangents(function: Callable[..., int], which: int, *structs: c.Structure) -> PlanInfo:
     info = PlanInfo(struct_size=c.sizeof(PlanInfo))
-    given = c.byref(attention), c.byref(tangents)
-    status = library().tilewise_plan_tangents(*given, None, JVP, c.byref(info))
+    given = [c.byref(s) for s in structs]
+    planned = given if len(given) == 3 else [*given, None]
+    status = library().tilewise_plan_tangents(*planned, which, c.byref(info))
     assert status == OK, last_error()
     workspace = Workspace(info.workspace_bytes)
-    status = library().tilewise_jvp(*given, workspace.start, info.workspace_bytes)
+    status = function(*given, workspace.start, info.workspace_bytes)
     assert status == OK, last_error()
     workspace.check()
     return info

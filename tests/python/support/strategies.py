@@ -209,6 +209,15 @@ def logits_wanted(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
 
 
 @st.composite
+def differentiable(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
+    """Any problem, shard or masked problem that has tangents: keys and values are not in pages."""
+    kinds = st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked)))
+    case = draw(kinds.filter(lambda c: c.page_size == 0))
+    wide = dtype != "fp32" and draw(rarely(st.just(True), False))
+    return replace(case, float32_out=wide)
+
+
+@st.composite
 def wide_out(draw: st.DrawFn, dtype: str, *, small: bool = False) -> Case:
     """Any problem, shard or masked problem whose out is float32."""
     case = draw(st.one_of(*(kind(dtype, small=small) for kind in (cases, shards, masked))))

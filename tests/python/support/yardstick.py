@@ -3,6 +3,8 @@ low-precision computation is from the oracle. Kernels are allowed a small multip
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,69 +82,133 @@ def _one_sequence(
     return product(p, v).transpose(0, 1), lse.transpose(0, 1)
 
 
-def errors(b: Built, want: oracle.Result) -> dict[str, float]:
-    """Largest error of the plain computation against the oracle, per result."""
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The matrices are small and tests run in parallel."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small and tests run in parallel
+    torch.set_num_threads(1)
     try:
-        return _errors(b, want)
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
-    dtype = b.dtype
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, *x.shape[-2:])
 
-    def leaf(x: torch.Tensor) -> torch.Tensor:
-        return x.detach().to(dtype, copy=True).requires_grad_()
 
-    def rows_of(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, *x.shape[-2:])
-
-    def separate_keys(x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
-        """Keys copied to where their gradients go, so that sequences that share keys get separate
-        ones."""
-        keys, flat = torch.zeros(target.shape, dtype=dtype, device=x.device), rows_of(x)
-        for sequence in b.sequences:
-            keys[index(sequence.grad_keys, x.device)] = flat[index(sequence.keys, x.device)]
-        return leaf(keys)
-
-    leaves = {
-        "q": leaf(rows_of(b.q)),
-        "k": separate_keys(b.k, want.dk),
-        "v": separate_keys(b.v, want.dv),
-    }
-    leaves["scale"] = leaf(torch.tensor(b.scale, device=b.q.device))
-    if b.bias is not None:
-        leaves["bias"] = leaf(b.bias)
-    if b.sinks is not None:
-        leaves["sinks"] = leaf(b.sinks)
-    dout, dlse = rows_of(b.dout), None
-    if b.dlse is not None:
-        dlse = torch.from_numpy(b.by_row(b.dlse)).to(b.q.device, dtype)
-    worst = {"out": 0.0, "lse": 0.0}
-    loss = sum((x * 0).sum() for x in leaves.values() if x.isfinite().all())
+def _separate_keys(b: Built, x: torch.Tensor, target: np.ndarray) -> torch.Tensor:
+    """Keys [..., H, D] copied to where their gradients go, so that sequences that share keys get
+    separate ones."""
+    keys = torch.zeros(target.shape, dtype=b.dtype, device=b.q.device)
+    flat = _rows_of(x).to(keys)
     for sequence in b.sequences:
-        if len(sequence.rows) == 0 or (len(sequence.keys) == 0 and b.sinks is None):
-            continue
+        keys[index(sequence.grad_keys, x.device)] = flat[index(sequence.keys, x.device)]
+    return keys
+
+
+def _leaves(b: Built, want: oracle.Result | oracle.TangentResult) -> dict[str, torch.Tensor]:
+    values = {
+        "q": _rows_of(b.q),
+        "k": _separate_keys(b, b.k, want.dk),
+        "v": _separate_keys(b, b.v, want.dv),
+        "scale": torch.tensor(b.scale, device=b.q.device),
+        "bias": b.bias,
+        "sinks": b.sinks,
+    }
+    return {
+        name: x.detach().to(b.dtype, copy=True).requires_grad_()
+        for name, x in values.items()
+        if x is not None
+    }
+
+
+def _computed(b: Built) -> list[oracle.SequenceIndices]:
+    """The sequences whose results are not all zero."""
+    return [s for s in b.sequences if len(s.rows) and (len(s.keys) or b.sinks is not None)]
+
+
+def _largest_error(x: torch.Tensor | None, exact: np.ndarray) -> float:
+    """None is zero."""
+    got = np.zeros(exact.shape) if x is None else x.detach().cpu().double().numpy()
+    return float(np.abs(got - exact).max(initial=0))
+
+
+def _gradient_errors(
+    gradients: dict[str, torch.Tensor | None], want: oracle.Result | oracle.TangentResult
+) -> dict[str, float]:
+    exact = {name: np.asarray(getattr(want, f"d{name}")) for name in gradients}
+    return {name: _largest_error(x, exact[name]) for name, x in gradients.items()}
+
+
+def errors(b: Built, want: oracle.Result) -> dict[str, float]:
+    """Largest error of the plain computation against the oracle, per result."""
+    with _one_thread():
+        return _errors(b, want)
+
+
+def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
+    leaves = _leaves(b, want)
+    dout, dlse = _rows_of(b.dout), None
+    if b.dlse is not None:
+        dlse = torch.from_numpy(b.by_row(b.dlse)).to(b.q.device, b.dtype)
+    worst = {"out": 0.0, "lse": 0.0}
+    loss = torch.zeros((), device=b.q.device, requires_grad=True)
+    for sequence in _computed(b):
         rows = index(sequence.rows, b.q.device)
-        out, lse = _one_sequence(b, sequence, leaves, dtype)
-        error = np.abs(out.detach().cpu().double().numpy() - want.out[sequence.rows])
-        worst["out"] = max(worst["out"], float(error.max(initial=0)))
+        out, lse = _one_sequence(b, sequence, leaves, b.dtype)
+        worst["out"] = max(worst["out"], _largest_error(out, want.out[sequence.rows]))
         loss = loss + (out * dout[rows]).sum()
         if dlse is not None:
             loss = loss + (lse * dlse[rows]).sum()
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        loss.backward()
-    exact = {
-        "q": want.dq, "k": want.dk, "v": want.dv, "bias": want.dbias, "sinks": want.dsinks,
-        "scale": np.float64(want.dscale),
-    }  # fmt: skip
-    for name, target in exact.items():
-        if name not in leaves or target is None:
-            continue
-        grad = leaves[name].grad
-        got = np.zeros(target.shape) if grad is None else grad.cpu().double().numpy()
-        error = np.abs(got - target)
-        worst[name] = float(error.max(initial=0))
-    return worst
+    loss.backward()
+    return worst | _gradient_errors({name: x.grad for name, x in leaves.items()}, want)
+
+
+def tangent_errors(
+    b: Built,
+    want: oracle.TangentResult,
+    t: dict[str, torch.Tensor],
+    incoming: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> dict[str, float]:
+    """Largest error of the plain computation of the tangents of out and lse along `t`, and of the
+    gradients of a loss whose gradients by out, lse and these tangents are `incoming`."""
+    with _one_thread():
+        return _tangent_errors(b, want, t, incoming)
+
+
+def _tangent_errors(
+    b: Built,
+    want: oracle.TangentResult,
+    t: dict[str, torch.Tensor],
+    incoming: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> dict[str, float]:
+    leaves, sequences = _leaves(b, want), _computed(b)
+    if not sequences:
+        return dict.fromkeys(("out", "lse", *leaves), 0.0)
+    along = {name: torch.zeros_like(x) for name, x in leaves.items()}
+    for name, x in t.items():
+        if name in ("k", "v"):
+            x = _separate_keys(b, x, getattr(want, f"d{name}"))
+        along[name].copy_(x.reshape(along[name].shape).nan_to_num())  # NaN where nothing is used
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        named = dict(zip(leaves, inputs, strict=True))
+        parts = [_one_sequence(b, s, named, b.dtype) for s in sequences]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
+
+    results, moved = torch.autograd.functional.jvp(
+        forward, tuple(leaves.values()), tuple(along.values()), create_graph=True
+    )
+    rows = np.concatenate([s.rows for s in sequences])
+    loss = sum(
+        (x * torch.from_numpy(g[rows]).to(x)).sum()
+        for x, g in zip((*results, *moved), incoming, strict=True)
+    )
+    gradients = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
+    worst = {
+        "out": _largest_error(moved[0], want.out[rows]),
+        "lse": _largest_error(moved[1], want.lse[rows]),
+    }
+    return worst | _gradient_errors(dict(zip(leaves, gradients, strict=True)), want)
