@@ -162,6 +162,7 @@ class Moved:
             bounds["out"] = max(FP32_RELATIVE * size_out, of_out)
             bounds["lse"] = FP32_RELATIVE * max(1.0, size_lse) + 4 * of_scores  # as that of lse
         else:
+            of_out += unit * want.out_size / 4  # the pass reads out, which has 16 bits
             bounds["out"] = FORWARD_FACTOR * yard["out"] + unit * size_out + of_out
             bounds["lse"] = FORWARD_FACTOR * yard["lse"] + unit * size_lse + 4 * of_scores
         return bounds

@@ -176,10 +176,9 @@ def second_bound(
     name: str, want: oracle.TangentResult, sizes: dict[str, float], dtype: str, yard: Yard
 ) -> float:
     """The bound of the gradient of `name` of a loss of tangents, as that of a gradient of the
-    backward. Sizes count every term of a row as its largest; where the terms cancel, 16-bit results
-    are off by up to 1/8 unit of them even if plain PyTorch is nearly exact."""
+    backward, with half of its term for sums that cancel where plain PyTorch is nearly exact."""
     exact, unit = largest(np.asarray(getattr(want, f"d{name}"))), UNIT[dtype]
     if yard is not None:
-        return GRADIENT_FACTOR * yard[name] + unit * (exact + sizes[name] / 4)
+        return GRADIENT_FACTOR * yard[name] + unit * (exact + sizes[name])
     rounding = 8 * unit if name == "v" else 2 * unit * (want.out.shape[2] ** 0.5 + 4)
     return FP32_RELATIVE * exact + rounding * sizes[name]
