@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,10 +161,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             bar.update(point=shape.name)
     torch.set_num_threads(threads)
     show(rows)
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": bench_gpu.machine(given.device), "calls": CALLS, "rows": rows}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    machine = bench_gpu.machine(given.device)
+    bench_gpu.write({"machine": machine, "calls": CALLS, "rows": rows}, given.json)
     return 0
 
 

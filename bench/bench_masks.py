@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,10 +150,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     for r in results:
         for name, why in r["left_out"].items():
             print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": bench_gpu.machine(given.device), "rows": results}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    bench_gpu.write({"machine": bench_gpu.machine(given.device), "rows": results}, given.json)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -292,10 +291,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         for name, why in r["left_out"].items():
             print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
     print(f"below their target: {'; '.join(missed) or 'none'}")
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": bench_gpu.machine(given.device), "rows": rows}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    bench_gpu.write({"machine": bench_gpu.machine(given.device), "rows": rows}, given.json)
     return 0
 
 

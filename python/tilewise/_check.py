@@ -354,17 +354,15 @@ def differentiable(q: Any) -> None:
         )
 
 
-def bias_dtype(given: Any, dtype: Any, dtypes: dict[str, Any], out: Any = None) -> None:
+def bias_dtype(given: Any, dtype: Any, dtypes: dict[str, Any], out: Any) -> None:
     """Refuses a bias whose dtype is not float32 or that of q, ``dtype``.
 
     ``dtypes`` are as in ``out_dtype``. For q of float8_e4m3fn the 16-bit type is that of the
-    kernel, which follows from the dtype of out; without that, the library itself refuses the other.
+    kernel, which follows from ``out``, the dtype of out.
     """
     float32 = dtypes["float32"]
     allowed = [float32] if dtype == float32 else [float32, dtype]
-    if is_float8(dtype) and out is None:
-        allowed = list(dtypes.values())
-    elif is_float8(dtype):
+    if is_float8(dtype):
         allowed[1] = dtypes["float16" if out == dtypes["float16"] else "bfloat16"]
     if given not in allowed:
         words = " or ".join(str(x) for x in allowed)

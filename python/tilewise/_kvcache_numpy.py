@@ -228,7 +228,7 @@ def _check_arrays(
 
 def _bias(value: Any, q: Array, k_cache: Array, batch: int, arrays: dict[str, Array]) -> Array:
     """The bias with four dimensions, and one column for each key that the cache has room for."""
-    bias = _numpy._bias(value, q)
+    bias = _numpy.as_array("bias", value)
     packed = "cu_seqlens_q" in arrays
     table = arrays.get("block_table")
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])

@@ -146,7 +146,7 @@ def prepare_dense(q: Any, k: Any, v: Any, layout: str, request: Request) -> _Pro
         q, k, v = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
     arrays: dict[str, Array] = {}
     if request.bias is not None:
-        bias = _bias(request.bias, q)
+        bias = as_array("bias", request.bias)
         _check.bias(bias, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         arrays["bias"] = _four_dimensions(bias, k.shape[1])
     return _describe_problem(q, k, v, q.shape[0], request, arrays, {}, heads_first)
@@ -182,7 +182,7 @@ def prepare_varlen(q: Any, k: Any, v: Any, sequences: Sequences, request: Reques
         for name in ("max_seqlen_q", "max_seqlen_k")
     }
     if request.bias is not None:
-        bias = _bias(request.bias, q)
+        bias = as_array("bias", request.bias)
         _check.bias(bias, batch, q.shape[1], None, None)
         rows, keys = _longest(arrays, "q"), _longest(arrays, "k")
         if keys is None:
@@ -230,7 +230,12 @@ def _describe_problem(
         lengths = (q.shape[1], k.shape[1]) if q.ndim == 4 else None
         arrays |= _mask(request.mask, batch, heads, lengths)
         numbers |= request.mask.numbers()
+    floats = _out_dtypes(q.dtype)
+    out_dtype = _check.out_dtype(request.out_dtype, q.dtype, floats)
     bias = arrays.get("bias")
+    if bias is not None:
+        out = floats[_check.out_dtype_name(out_dtype, q.dtype)]
+        _check.bias_dtype(bias.dtype, q.dtype, floats, out)
     known: dict[str, Any] = {name: view(array) for name, array in arrays.items()}
     known |= bounds | numbers
     optional = _describe.OptionalFields(
@@ -243,7 +248,7 @@ def _describe_problem(
         batch_offset=shard.batch_offset,
         head_offset=shard.head_offset,
         heads_q_total=shard.heads_q_total,
-        out_dtype=_check.out_dtype(request.out_dtype, q.dtype, _out_dtypes(q.dtype)),
+        out_dtype=out_dtype,
     )
     dtype = _abi.DTYPES[str(q.dtype)]
     a = _describe.attention(view(q), view(k), view(v), dtype, optional)
@@ -306,12 +311,6 @@ def _float32(name: str, value: Any) -> Array:
     if str(array.dtype) not in (*_FLOATS, "float64"):
         raise TypeError(f"{name} has dtype {array.dtype}, but must be float32")
     return np.ascontiguousarray(array, dtype=np.float32)
-
-
-def _bias(value: Any, q: Array) -> Array:
-    bias = as_array("bias", value)
-    _check.bias_dtype(bias.dtype, q.dtype, _out_dtypes(q.dtype))
-    return bias
 
 
 def _four_dimensions(bias: Array, keys: int) -> Array:

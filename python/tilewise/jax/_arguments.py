@@ -68,13 +68,12 @@ def float32(name: str, value: Any) -> jax.Array:
     return array.astype(jnp.float32)
 
 
-def bias(value: Any, dtype: Any, scores: tuple[int, int, int | None, int | None]) -> jax.Array:
+def bias(value: Any, scores: tuple[int, int, int | None, int | None]) -> jax.Array:
     """The bias with four dimensions; each is that of the scores [B, Hq, rows, keys], or 1.
 
-    Rows and keys are None where the host does not know the lengths; ``dtype`` is that of q.
+    Rows and keys are None where the host does not know the lengths.
     """
     array = as_array("bias", value)
-    _check.bias_dtype(array.dtype, dtype, _OUT_DTYPES)
     _check.bias(array, *scores)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
@@ -193,10 +192,10 @@ def problem(
     if numbers["dropout_p"] > 0.0:
         arrays["dropout_state"] = dropout_state(dropout_seed)
     scale = _scale(request.scale, q.shape[-1], arrays)
-    fields = OptionalFields(
-        scale=scale,
-        out_dtype=_check.computed_out_dtype(request, q, _OUT_DTYPES),
-        **numbers,
-    )
+    out_dtype = _check.computed_out_dtype(request, q, _OUT_DTYPES)
+    if "bias" in arrays:
+        out = _OUT_DTYPES[_check.out_dtype_name(out_dtype, q.dtype)]
+        _check.bias_dtype(arrays["bias"].dtype, q.dtype, _OUT_DTYPES, out)
+    fields = OptionalFields(scale=scale, out_dtype=out_dtype, **numbers)
     options = tuple(name for name in arrays if name not in ("q", "k", "v"))
     return Problem(options, fields, heads_first)

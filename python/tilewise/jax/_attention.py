@@ -56,7 +56,7 @@ def attention(
     if bias is not None:
         rows, heads = (2, 1) if heads_first else (1, 2)
         scores = (q.shape[0], q.shape[heads], q.shape[rows], k.shape[rows])
-        full = _arguments.bias(bias, q.dtype, scores)
+        full = _arguments.bias(bias, scores)
         arrays["bias"] = _arguments.full_keys(full, k.shape[rows])
     request = Request(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, return_lse,
@@ -104,7 +104,7 @@ def attention_varlen(
     rows = _check.bound("max_seqlen_q", max_seqlen_q)
     keys = _check.bound("max_seqlen_k", max_seqlen_k)
     if bias is not None:
-        full = _arguments.bias(bias, q.dtype, (batch, q.shape[1], None, None))
+        full = _arguments.bias(bias, (batch, q.shape[1], None, None))
         widest = keys or (block_table.shape[1] * k.shape[1] if paged else None)
         _check.varlen_bias(full.shape, rows or None, widest)
         if full.shape[3] == 1:

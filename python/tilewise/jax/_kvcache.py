@@ -93,7 +93,7 @@ def _bias(value: Any, arrays: Arrays, batch: int, layout: CacheLayout) -> tuple[
     q, capacity, rows = arrays["q"], _capacity(arrays), layout.max_rows()
     packed = layout.cu_seqlens_q is not None
     scores = (batch, q.shape[-2], None if packed else q.shape[1], capacity)
-    bias = _arguments.full_keys(_arguments.bias(value, q.dtype, scores), capacity)
+    bias = _arguments.full_keys(_arguments.bias(value, scores), capacity)
     if packed:
         _check.varlen_bias(bias.shape, rows or None, capacity)
         rows, _ = _check.bounds_of_bias(bias.shape, rows, capacity)

@@ -59,7 +59,7 @@ def dot_product_attention(
     keys = k.shape[1]
     arrays = {"q": q, "k": k, "v": v}
     scores = (batch, heads, rows, keys)
-    added = _bias(bias, mask, q.dtype, scores)
+    added = _bias(bias, mask, scores)
     if added is not None:
         arrays["bias"] = _arguments.full_keys(added, keys)
     window = _window(local_window_size)
@@ -98,13 +98,13 @@ def _window(size: Any) -> _check.Window:
     return sides[0], sides[1]
 
 
-def _bias(bias: Any, mask: Any, dtype: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
+def _bias(bias: Any, mask: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
     """The sum of the bias and of 0 or -inf for the mask, with four dimensions."""
-    added = None if bias is None else _arguments.bias(bias, dtype, scores)
+    added = None if bias is None else _arguments.bias(bias, scores)
     if mask is None:
         return added
     mask = _arguments.as_array("mask", mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}, but must be bool")
-    hidden = _arguments.bias(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32), dtype, scores)
+    hidden = _arguments.bias(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32), scores)
     return hidden if added is None else added.astype(jnp.float32) + hidden

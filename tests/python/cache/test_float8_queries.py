@@ -293,6 +293,17 @@ def test_refused_by_name(change, words):
         tilewise.attention(*given.values(), **options)
 
 
+def test_a_bias_of_the_other_type_is_refused_for_arrays():
+    import ml_dtypes
+
+    q, k, v = (x.float().numpy().astype(ml_dtypes.float8_e4m3fn) for x in problem(4, 20)[:3])
+    for given, allowed in ((np.float16, ml_dtypes.bfloat16), (ml_dtypes.bfloat16, np.float16)):
+        words = f"bias has dtype {np.dtype(given)}, but must be float32 or {np.dtype(allowed)}"
+        out_dtype = np.float16 if allowed == np.float16 else None
+        with pytest.raises(TypeError, match=words):
+            tilewise.attention(q, k, v, bias=np.zeros(20, given), out_dtype=out_dtype)
+
+
 def test_derivatives_are_refused():
     q, k, v, factors = problem(4, 20)
     only = r"q has dtype torch\.float8_e4m3fn, of which there is only the forward"

@@ -354,3 +354,14 @@ def test_dtypes_beside_float8_that_are_refused(changed, error, message):
     given |= {name: given[name].astype(dtype) for name, dtype in changed.items()}
     with pytest.raises(error, match=message):
         tj.attention(**given, **factors)
+
+
+@pytest.mark.parametrize(
+    "given, out_dtype, allowed",
+    [("float16", None, "bfloat16"), ("bfloat16", "float16", "float16")],
+)
+def test_the_dtype_of_a_bias_beside_float8_follows_out(given, out_dtype, allowed):
+    inputs, factors = float8()
+    message = f"bias has dtype {given}, but must be float32 or {allowed}"
+    with pytest.raises(TypeError, match=message):
+        tj.attention(*inputs, **factors, bias=jnp.zeros(1, given), out_dtype=out_dtype)

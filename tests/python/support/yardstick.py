@@ -141,13 +141,9 @@ def _gradient_errors(
     return {name: _largest_error(x, exact[name]) for name, x in gradients.items()}
 
 
+@_one_thread()
 def errors(b: Built, want: oracle.Result) -> dict[str, float]:
     """Largest error of the plain computation against the oracle, per result."""
-    with _one_thread():
-        return _errors(b, want)
-
-
-def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
     leaves = _leaves(b, want)
     dout, dlse = _rows_of(b.dout), None
     if b.dlse is not None:
@@ -165,6 +161,7 @@ def _errors(b: Built, want: oracle.Result) -> dict[str, float]:
     return worst | _gradient_errors({name: x.grad for name, x in leaves.items()}, want)
 
 
+@_one_thread()
 def tangent_errors(
     b: Built,
     want: oracle.TangentResult,
@@ -173,16 +170,6 @@ def tangent_errors(
 ) -> dict[str, float]:
     """Largest error of the plain computation of the tangents of out and lse along `t`, and of the
     gradients of a loss whose gradients by out, lse and these tangents are `incoming`."""
-    with _one_thread():
-        return _tangent_errors(b, want, t, incoming)
-
-
-def _tangent_errors(
-    b: Built,
-    want: oracle.TangentResult,
-    t: dict[str, torch.Tensor],
-    incoming: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-) -> dict[str, float]:
     leaves, sequences = _leaves(b, want), _computed(b)
     if not sequences:
         return dict.fromkeys(("out", "lse", *leaves), 0.0)
