@@ -5,7 +5,8 @@
                                               that passed on the same code of their family
   tools/gpu_check.py --everything             every stage, and all tests again
   tools/gpu_check.py --stages build,tests     some of them
-  tools/gpu_check.py --stages tests --resume  only the tests that have not passed yet
+  tools/gpu_check.py --stages tests --resume  only the tests that have not passed yet; the same
+                                              for the problems of the stage sanitizer
   tools/gpu_check.py --stages models --wheels DIR   installs packages that the machine lacks
   tools/gpu_check.py --verify                 whether the committed results match these sources
 
@@ -107,7 +108,7 @@ def unchanged_tables(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh(before: dict[str, Any], gpu: dict[str, str]) -> dict[str, Any]:
-    """The result to continue: the existing one if its sources are the same."""
+    """The result to continue: the existing one if its kernels are the same."""
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
@@ -118,7 +119,7 @@ def fresh(before: dict[str, Any], gpu: dict[str, str]) -> dict[str, Any]:
         "passed": False,
         "stages": {},
     }
-    if before.get("sources") == result["sources"]:
+    if provenance.same_kernels(before, result["sources"], result["kernels"]):
         result["stages"] = before["stages"]
     return result
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _check
 from ._check import heads_first
+from ._torch import autocasts
 
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max  # 448
@@ -109,9 +110,7 @@ def rotation(size: int, device: torch.device) -> Tensor:
 
 
 def _without_autocast(device: str) -> Any:
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def _largest(x: Tensor, over: tuple[int, ...]) -> Tensor:

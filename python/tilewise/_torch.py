@@ -306,14 +306,17 @@ def _autocast(
     """Casts as torch.autocast does for scaled_dot_product_attention; a float32 bias is not cast,
     nor are tensors of float8.
     """
-    if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
-        return q, k, v, bias
-    if not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or not autocasts(q.device.type):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
     if bias is not None and bias.is_floating_point() and bias.dtype != torch.float32:
         bias = bias.to(dtype)
     return _lower(q, dtype), _lower(k, dtype), _lower(v, dtype), bias
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch.autocast is active for this type of device."""
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,10 +128,12 @@ class Workspace;
 
 // The regions of kernels that compute far rows (BackwardParams::far_rows).
 struct FarRowRegions {
+  Region flag;
   Region row_origin;
   Region row_origin_low;
-  Region flag;
 };
+// Takes them first: a tool that reports reads of uninitialized memory finds `flag` at the start of
+// the workspace.
 FarRowRegions take_far_rows(Workspace& workspace, int64_t rows);
 
 // Takes the regions of the base class.

@@ -72,9 +72,9 @@ int64_t row_blocks(const Problem& p, const Plan& plan) {
 
 FarRowRegions take_far_rows(Workspace& workspace, int64_t rows) {
   FarRowRegions regions;
+  regions.flag = workspace.take<uint64_t>(1);
   regions.row_origin = workspace.take<float>(rows);
   regions.row_origin_low = workspace.take<float>(rows);
-  regions.flag = workspace.take<uint64_t>(1);
   return regions;
 }
 

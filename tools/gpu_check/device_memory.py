@@ -22,6 +22,9 @@ class Host:
         ctypes.memmove(area, values.ctypes.data, values.nbytes)
         return area
 
+    def fill(self, area: int, size: int, value: int) -> None:
+        ctypes.memset(area, value, size)
+
     def empty(self, size: int) -> int:
         """The address of 64-byte aligned memory; its bytes are 0xFF, so reading it gives NaN."""
         area = np.full(size + 64, 0xFF, np.uint8)
@@ -57,6 +60,11 @@ class Gpu:
         self._call("cuMemAlloc_v2", ctypes.byref(area), ctypes.c_size_t(max(size, 4)))
         self.areas.append(area.value)
         return area.value
+
+    def fill(self, area: int, size: int, value: int) -> None:
+        self._call(
+            "cuMemsetD8_v2", ctypes.c_uint64(area), ctypes.c_ubyte(value), ctypes.c_size_t(size)
+        )
 
     def upload(self, values: np.ndarray) -> int:
         values = np.ascontiguousarray(values)

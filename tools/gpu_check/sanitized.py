@@ -30,6 +30,7 @@ from .shapes import Shape, groups, problems
 
 CODES = {"bf16": 2, "fp16": 1, "fp32": 0, "tf32": 0}
 Memory = Gpu | Host
+FAR_ROWS_FLAG = 8  # bytes at the start of a backward's workspace (take_far_rows)
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -306,7 +307,9 @@ def run(call: Call) -> list[str]:
         info = each.plan(call)
         workspace = call.memory.empty(info.workspace_bytes)
         if call.shape.varlen_decode:  # arrival counters are read, and must work with any contents
-            workspace = call.memory.upload(np.full(info.workspace_bytes, 0x5A, np.uint8))
+            call.memory.fill(workspace, info.workspace_bytes, 0x5A)
+        elif each.name == "backward":  # so must the flag of far rows (BackwardParams::far_rows)
+            call.memory.fill(workspace, min(FAR_ROWS_FLAG, info.workspace_bytes), 0x5A)
         launch = getattr(library, f"tilewise_{each.name}")
         _abi.check(library, launch(call.a, *each.structures, workspace, info.workspace_bytes))
         call.memory.synchronize()

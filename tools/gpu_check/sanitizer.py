@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from .processes import TIMED_OUT, Ended, run_all, say
@@ -43,16 +44,29 @@ def ended_by_report(ended: Ended) -> bool:
     return ended.status == FOUND and bool(problems_ended(last))
 
 
-def judge(processes: list[Ended], wanted: list[str]) -> Report:
-    """The report of one tool on one tile table, whose problems several processes shared."""
+def judged_before(earlier: Report, wanted: list[str]) -> set[str]:
+    """The problems that a resumed run need not repeat, because an earlier run has judged them and
+    found no error.
+    """
+    if not earlier.get("passed") and not earlier.get("left"):
+        return set()
+    return set(wanted) - set(earlier.get("left", ()))
+
+
+def judge(processes: list[Ended], wanted: list[str], before: Collection[str] = ()) -> Report:
+    """The report of one tool on one tile table, whose problems several processes shared; problems
+    of `before` have been judged earlier.
+    """
     outputs = [e.output() for e in processes]
-    errors, bad, ran, cut = 0, 0, set(), set()
+    errors, bad, slow, ran, cut = 0, 0, 0, set(before), set()
     for ended, output in zip(processes, outputs, strict=True):
         errors += max(errors_of(output), 0)
         if ended.status != TIMED_OUT and errors_of(output) >= 0:
             ran |= set(re.findall(r"\bran (\S+):", output))
         cut |= problems_ended(output)
-        bad += ended.status != 0 or bool(re.search(r"^failed \S+:", output, re.MULTILINE))
+        slow += ended.status == TIMED_OUT
+        bad += ended.status not in (0, TIMED_OUT)
+        bad += bool(re.search(r"^failed \S+:", output, re.MULTILINE))
     left = [name for name in wanted if name not in ran]
     report: Report = {
         "errors": errors,
@@ -60,13 +74,16 @@ def judge(processes: list[Ended], wanted: list[str]) -> Report:
         "unfinished": len(left),
         "cut": len(cut),
     }
-    report["passed"] = errors == 0 and bad == 0 and report["unfinished"] == 0
+    clean = errors == 0 and bad == 0
+    report["passed"] = clean and slow == 0 and report["unfinished"] == 0
+    if clean and left:
+        report["left"] = left
     if not report["passed"]:
         said = (line for output in outputs for line in output.splitlines())
         where = Counter(x for x in said if re.search(r" access at |=  {3,}at |error detected", x))
         report["first"] = [f"{n} x {x}" for x, n in where.most_common(24)]
         report["first"] += [f"not judged: {', '.join(left[:24])}"] if left else []
-        report["first"] = report["first"] or processes[0].tail(8)
+        report["first"] = report["first"] or [x for e in processes[:1] for x in e.tail(8)]
     return report
 
 
@@ -90,9 +107,10 @@ def processes_of(setup: Setup, tool: str, architecture: str) -> int:
 
 
 def commands_of(
-    setup: Setup, program: str, tool: str, architecture: str, limit: float
-) -> dict[str, list[str]]:
-    """The processes of a tool on a tile table, by name."""
+    setup: Setup, program: str, tool: str, architecture: str, limit: float,
+    before: Collection[str] = (),
+) -> dict[str, list[str]]:  # fmt: skip
+    """The processes of a tool on a tile table, by name; they leave out the problems of `before`."""
     options = ["--tool", tool, "--print-limit", "100", "--error-exitcode", str(FOUND)]
     if tool == "memcheck":
         options += ["--padding", "64"]
@@ -100,6 +118,8 @@ def commands_of(
     queue = setup.logs / "sanitizer" / f"{name}.queue"
     shutil.rmtree(queue, ignore_errors=True)
     queue.mkdir(parents=True)
+    for problem in before:
+        (queue / problem).touch()  # as if another process had taken it
     work = ["--queue", str(queue), "--until", f"{time.time() + LAST_START * limit:.0f}"]
     work += ["--only", only(tool, architecture)]
     return {
@@ -125,9 +145,16 @@ def sanitizer(setup: Setup, limit: float) -> Report:
     commands: dict[str, list[str]] = {}
     env: dict[str, dict[str, str]] = {}
     runs = [(tool, a) for a in setup.architectures for tool in TOOLS]
+    earlier = setup.earlier.get("sanitizer", {})
     names: dict[tuple[str, str], list[str]] = {}
+    before: dict[tuple[str, str], set[str]] = {}
     for tool, architecture in runs:
-        of_run = commands_of(setup, program, tool, architecture, limit)
+        wanted = list(problems(only(tool, architecture)))
+        was = earlier.get(f"{tool} {label(architecture)}", {})
+        before[tool, architecture] = done_before = judged_before(was, wanted)
+        of_run = {}
+        if done_before != set(wanted):
+            of_run = commands_of(setup, program, tool, architecture, limit, done_before)
         names[tool, architecture] = list(of_run)
         commands |= of_run
         env |= dict.fromkeys(of_run, driver_environment(setup, architecture))
@@ -136,9 +163,10 @@ def sanitizer(setup: Setup, limit: float) -> Report:
         done = [ended[name] for name in names[tool, architecture]]
         wanted = list(problems(only(tool, architecture)))
         run_name = f"{tool} {label(architecture)}"
-        found = report[run_name] = judge(done, wanted)
+        found = report[run_name] = judge(done, wanted, before[tool, architecture])
         report["passed"] &= found["passed"]
-        say(f"  {in_words(run_name, found)}, {max(e.seconds for e in done):.0f} s")
+        seconds = max((e.seconds for e in done), default=0)
+        say(f"  {in_words(run_name, found)}, {seconds:.0f} s")
         for line in found.get("first", []):
             say(f"    {line}")
     return report

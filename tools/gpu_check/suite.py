@@ -113,7 +113,8 @@ class Share:
 
 def counts(shares: list[Share]) -> Counter:
     """Tests by outcome; collected tests without an outcome are `not run`."""
-    found = Counter(outcome for s in shares for outcome, _ in s.outcomes.values())
+    found = Counter(dict.fromkeys(("passed", "failed", "skipped"), 0))
+    found.update(outcome for s in shares for outcome, _ in s.outcomes.values())
     found["not run"] = sum(len(set(s.tests) - set(s.outcomes)) for s in shares)
     return found
 

@@ -71,8 +71,8 @@ BackwardRegions backward_regions(const Request& request, const Plan& plan) {
   BackwardRegions regions;
   const int64_t row_tiles = row_blocks(request.problem, plan);
   const int64_t rows = row_tiles * plan.tile_q;
-  regions.row_lse = workspace.take<float>(rows);
   regions.far_rows = take_far_rows(workspace, rows);
+  regions.row_lse = workspace.take<float>(rows);
   regions.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
   if (request.problem.deterministic != 0)
     regions.dq_semaphores = workspace.take<int32_t>(row_tiles);

@@ -125,8 +125,8 @@ BackwardRegions backward_regions(const Request& request, const Plan& plan) {
   BackwardRegions regions;
   const int64_t row_tiles = row_blocks(p, plan);
   const int64_t rows = row_tiles * plan.tile_q;
-  regions.row_lse = workspace.take<float>(rows);
   if (plan.form == Form::general) regions.far_rows = take_far_rows(workspace, rows);
+  regions.row_lse = workspace.take<float>(rows);
   regions.dq_sum = workspace.take<float>(Size(rows) * plan.head_dim);
   regions.descriptors = workspace.take<TileDescriptor>(Size(plan.blocks) *
                                                        plan.kernel_set->backward_tile.cluster_size);

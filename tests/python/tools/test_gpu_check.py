@@ -159,6 +159,7 @@ def test_first_run_runs_everything(tmp_path, started):
         assert ("tests/python" in arguments) == (name == "native")
         assert ("tests/python/attention/test_properties.py" in arguments) == (name != "native")
     assert report["native"]["served"] == {"cuda.wgmma.forward": 30}
+    assert report["native"]["failed"] == 0, "a number, though none failed"
     assert report["launched"] == [" ".join(KERNEL)]
     assert report["objections"] == ["not launched: another kernel"]
 
@@ -184,6 +185,9 @@ def test_resumed_run_goes_on_where_the_time_ended(tmp_path, started):
     assert sorted(started["arguments"]["native"]) == ["a::x", "a::y", "a::z"]
     assert report["native"]["run_again"] == 1 and "left" not in report["native"]
     assert report["native"]["passed"] > 7 and report["native"]["not_run"] == 0
+    none_failed = {"native": table(7, (), 1, ("a::y",)), "forced-80": table(4)}
+    report = stages.tests(setup(tmp_path, passed=False, **none_failed), 10)
+    assert report["native"]["run_again"] == 0 and report["native"]["passed"] == 8
 
 
 def test_tests_without_an_outcome_are_named(tmp_path):
@@ -347,6 +351,25 @@ def test_sanitizer_processes_share_a_queue(tmp_path):
     assert (tmp_path / "logs/sanitizer/forced-80-racecheck.queue").is_dir()
 
 
+def test_a_resumed_sanitizer_runs_problems_that_were_not_judged(tmp_path):
+    names = ("bf16-d64", "bf16-d96")
+    cut = ended(tmp_path, "", TIMED_OUT, names=names[1:])
+    first = judged(ended(tmp_path, summary(0)), cut, names=names)
+    assert first["left"] == ["bf16-d96"]
+    before = sanitizer.judged_before(first, list(names))
+    assert before == {"bf16-d64"}
+    sanitizer.commands_of(setup(tmp_path), "tool", "racecheck", "80", 100, before)
+    queue = tmp_path / "logs/sanitizer/forced-80-racecheck.queue"
+    assert [path.name for path in queue.iterdir()] == ["bf16-d64"]
+    second = ended(tmp_path, summary(0), names=names[1:])
+    assert sanitizer.judge([second], list(names), before)["passed"]
+    assert sanitizer.judge([], list(names), names)["passed"], "nothing was left"
+    # A table with an error is checked again as a whole.
+    failed = judged(ended(tmp_path, REPORT + summary(1), status=9), cut, names=names)
+    assert not sanitizer.judged_before(failed, list(names))
+    assert not sanitizer.judged_before({}, list(names))
+
+
 PACKAGES = dict.fromkeys(["transformers", *models.NEEDED], "5.20.1")
 
 
@@ -423,6 +446,17 @@ def test_text_of_a_result(main):
     result["stages"]["models"] = {"passed": True, "seconds": 1, "left_out": ["MiniLM: no x"],
                                   "tests": table(3)}  # fmt: skip
     assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)
+
+
+def test_a_result_of_the_same_kernels_is_continued(main, monkeypatch):
+    before = {"sources": "a", "kernels": "b", "stages": {"build": {"passed": True}}}
+    gpu = {"name": "GPU"}
+    monkeypatch.setattr(provenance, "source_hash", lambda *_: "a2")
+    for machine_code, stages_kept in (("b", before["stages"]), ("b2", {})):
+        monkeypatch.setattr(provenance, "kernels_hash", lambda code=machine_code: code)
+        assert main.fresh(before, gpu)["stages"] == stages_kept
+    monkeypatch.setattr(provenance, "source_hash", lambda *_: "a")
+    assert main.fresh(before, gpu)["stages"] == before["stages"]
 
 
 def test_committed_result_names_what_was_not_run(tmp_path, monkeypatch):
