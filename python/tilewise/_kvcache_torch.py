@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,20 +98,46 @@ def append(
     ``check_cache`` must have checked the caches. With single_position, all rows of q are rotated
     at one position; that is the default if neither causal nor a window limits what they see.
     """
+    if not _check_append(q, k_cache, v_cache, options, new):
+        return q, options._replace(seqused_k=new.lengths)
+    return _write(q, k_cache, v_cache, options, new, single_position)
+
+
+def _check_append(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
+) -> bool:
+    """Whether there are new keys, after the checks of everything that ``_write`` takes."""
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     if not _appends(new, q, k_cache, v_cache, batch):
-        return q, options._replace(seqused_k=new.lengths)
+        return False
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not torch.compiler.is_compiling() and cache.is_neg():
             raise ValueError(
                 f"{name} is a negative view (torch.Tensor.is_neg), but k and v must be written "
                 "to it: only a tensor that stores its values unnegated is allowed"
             )
-    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
-    seqused_k = new.lengths + count
     table = options.block_table
     if table is not None and table.device.type == "cpu" and _has_values():
-        check_pages(torch, table, k_cache, seqused_k, options.leftpad_k)
+        check_pages(torch, table, k_cache, _grown(new), options.leftpad_k)
+    return True
+
+
+def _grown(new: NewKeys) -> Tensor:
+    """The number of keys of each sequence, new ones included."""
+    count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
+    grown: Tensor = new.lengths + count
+    return grown
+
+
+def _write(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    options: Options,
+    new: NewKeys,
+    single_position: bool | None = None,
+) -> tuple[Tensor, Options]:
+    """``append`` of checked new keys."""
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:
         # Positions count from the start of the cache row, because the prefill of the FlashAttention
@@ -139,7 +165,7 @@ def append(
         options.k_descale,
         options.v_descale,
     )
-    return rotated if rotates else q, options._replace(seqused_k=seqused_k)
+    return rotated if rotates else q, options._replace(seqused_k=_grown(new))
 
 
 def _numbers(x: Tensor | None) -> Any:
@@ -290,24 +316,46 @@ def attention_with_kvcache(
     return _general(q, k_cache, v_cache, NewKeys(*new), Request(*given), CacheLayout(*layout))
 
 
+class Checked(NamedTuple):
+    """A call whose arguments have been checked, before anything is written."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    options: Options  # seqused_k does not count new keys
+    new: NewKeys
+    appends: bool
+    appended: tuple[Tensor, Tensor, Tensor]  # q and the caches as the append takes them
+    columns: int  # of the values in a latent cache
+    selected: tuple[Tensor, Tensor, Tensor, Options] | None
+    forward: Any  # the operator
+
+
 @torch.no_grad()
 def _general(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, layout: CacheLayout
 ) -> tuple[Tensor, ...]:
     """``attention_with_kvcache`` with any options, and with an append."""
+    call = checked(q, k_cache, v_cache, new, request, layout)
+    return run(call if request.mask is None else with_mask(call, request.mask))
+
+
+def checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, new: NewKeys, request: Request, layout: CacheLayout
+) -> Checked:
+    """The call after all checks but those of the mask, which ``with_mask`` adds."""
     forward: Any = _ops.forward_alone
     if _check.flag("return_max_logits", request.return_max_logits):
         forward = _ops.forward_max_logits_alone
     _selected.check_options(layout, new, request)
-    appends = new.k is not None
-    options = _prepare(q, k_cache, v_cache, new.lengths, request, layout, appends)
+    options = _prepare(q, k_cache, v_cache, new.lengths, request, layout, new.k is not None)
     selected = None
     if layout.indices is not None:
         selected = select(q, k_cache, v_cache, options, layout.indices)
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
-    if columns > 0 and appends:
+    if columns > 0 and new.k is not None:
         appended, new = _latent.divided(q, k_cache, new, as_array("k", new.k), columns)
     if _check.flag("check", layout.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -316,22 +364,46 @@ def _general(
                 "False is allowed"
             )
         check_entries(_entries(*appended, options, new))
-    if request.mask is not None:
-        options = _mask_tensors.with_mask_of_cache(options, q, k_cache, request.mask, new)
-        if appends and _has_values():
-            _mask_tensors.check_entries(options, q)
     try:
-        rotated, grown = append(*appended, options, new)
-        if appended[0] is not q:  # its columns after the values of a latent cache
+        appends = _check_append(*appended, options, new)
+    except ValueError as error:
+        _raise_in_python(error, appended, options, new)
+    return Checked(q, k_cache, v_cache, options, new, appends, appended, columns, selected, forward)
+
+
+def with_mask(call: Checked, mask: Any) -> Checked:
+    """The call with a mask."""
+    options = _mask_tensors.with_mask_of_cache(call.options, call.q, call.k_cache, mask, call.new)
+    if call.appends and _has_values():
+        _mask_tensors.check_entries(options, call.q)
+    return call._replace(options=options)
+
+
+def run(call: Checked) -> tuple[Tensor, ...]:
+    """(out, lse) and, if requested, max_logits, after the append."""
+    q, options, new, columns = call.q, call.options, call.new, call.columns
+    try:
+        if call.appends:
+            rotated, grown = _write(*call.appended, options, new)
+        else:
+            rotated, grown = call.appended[0], options._replace(seqused_k=new.lengths)
+        if call.appended[0] is not q:  # its columns after the values of a latent cache
             rotates = new.rotary_cos is not None
             rotated = torch.cat((q[..., :columns], rotated), dim=-1) if rotates else q
-        if selected is None:
-            return forward(rotated, k_cache, v_cache, grown)
-        return _results_like(q, options.cu_seqlens_q, *forward(*selected))
+        if call.selected is None:
+            return call.forward(rotated, call.k_cache, call.v_cache, grown)
+        return _results_like(q, options.cu_seqlens_q, *call.forward(*call.selected))
     except ValueError as error:
-        if q.device.type == "cpu" and _plain.is_eager():
-            _raise_of_entries(appended, options, new)
-        raise ValueError(in_python(str(error))) from None
+        _raise_in_python(error, call.appended, options, new)
+
+
+def _raise_in_python(
+    error: ValueError, appended: tuple[Tensor, Tensor, Tensor], options: Options, new: NewKeys
+) -> NoReturn:
+    """Raises the error with the names of Python's arguments."""
+    if appended[0].device.type == "cpu" and _plain.is_eager():
+        _raise_of_entries(appended, options, new)
+    raise ValueError(in_python(str(error))) from None
 
 
 def select(

@@ -3,7 +3,8 @@
 Collectives whose arguments differ between ranks hang or move the wrong bytes. Each call therefore
 begins with an exchange of a rank's numbers of rows, keys and rows of the bias, and of a 64-bit hash
 of its other arguments. Only if the hashes differ do the ranks exchange the arguments themselves,
-and all of them raise.
+and all of them raise. A rank that refuses its own arguments takes part with a hash of its refusal.
+Everything that one rank may refuse is therefore checked where it describes its call.
 
 These numbers travel between hosts and never touch a GPU, so the host waits for the hosts of the
 other ranks, but no stream waits. A group without a backend for CPU tensors (NCCL alone) gets a gloo
@@ -14,16 +15,19 @@ theirs, and a rank's own rows do not imply them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from .._autograd import is_transformed
 from .ranks import Ranks, exchanging, gather_equal
 
+_REFUSED = "refused"
 NUMBERS = 3  # how many numbers every call sends, whichever function it is
 
 
@@ -44,30 +48,62 @@ def agree(ranks: Ranks, function: str, describe: Callable[[], Description]) -> l
             here, after the other ranks have been told.
 
     Raises:
+        NotImplementedError: a transform of torch.func is active.
         ValueError: the ranks differ, or another rank refused its arguments. The message names the
             rank, the argument and both values.
     """
     refusal: Exception | None = None
     try:
+        if ranks.world > 1 and is_transformed():
+            raise NotImplementedError(
+                f"tilewise.distributed.{function} is called in a transform of torch.func, but "
+                "exchanges tensors between ranks: only autograd differentiates it"
+            )
         call = describe()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if ranks.world == 1:
             raise
-        call, refusal = Description({"refused": str(error)}), error
+        call, refusal = Description(_refused(error)), error
     numbers = [*call.numbers, *[0] * NUMBERS][:NUMBERS]
     if ranks.world == 1:
         return [numbers]
-    with exchanging("its arguments", ranks):
-        received = exchange([_hash(function, call.same), *numbers], ranks)
-        differ = any(row[0] != received[0][0] for row in received)
-        calls: list[Any] = [(function, call.same)] * ranks.world
-        if differ:
-            dist.all_gather_object(calls, (function, call.same), group=_host_group(ranks))
-    if refusal is not None:
+    with _outside_transforms():
+        with exchanging("its arguments", ranks):
+            received = exchange([_hash(function, call.same), *numbers], ranks)
+        if any(row[0] != received[0][0] for row in received):
+            _raise_difference(ranks, function, call.same, refusal)
+    if refusal is not None:  # all ranks have refused in the same words
         raise refusal
-    if differ:
-        raise ValueError(_difference(calls))
     return [row[1:] for row in received]
+
+
+def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Where tensors are what the backends can send; transforms of torch.func wrap new ones."""
+    if not is_transformed():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return context
+
+
+def raise_refusals(ranks: Ranks, function: str, refusal: Exception | None) -> NoReturn:
+    """Raises this rank's refusal, or that of another rank; all ranks know that there is one."""
+    _raise_difference(ranks, function, {} if refusal is None else _refused(refusal), refusal)
+
+
+def _refused(error: Exception) -> dict[str, str]:
+    """What the other ranks are told: the sentence, without the traces that PyTorch may append."""
+    return {_REFUSED: str(error).partition("\n")[0] or type(error).__name__}
+
+
+def _raise_difference(
+    ranks: Ranks, function: str, same: dict[str, str], refusal: Exception | None
+) -> NoReturn:
+    calls: list[Any] = [None] * ranks.world
+    with exchanging("its arguments", ranks):
+        dist.all_gather_object(calls, (function, same), group=_host_group(ranks))
+    raise ValueError(_difference(calls)) if refusal is None else refusal
 
 
 def _hash(function: str, same: dict[str, str]) -> int:
@@ -109,7 +145,8 @@ def _new_host_group(group: Any) -> Any:
     # of attention may leave out ranks that have nothing to send.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     members = dist.get_process_group_ranks(group)
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    timeout = group._get_backend(torch.device("cuda")).options._timeout
+    return dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
 
 
 def _difference(calls: Sequence[tuple[str, dict[str, str]]]) -> str:
@@ -121,8 +158,8 @@ def _difference(calls: Sequence[tuple[str, dict[str, str]]]) -> str:
                 f"tilewise.distributed: rank {rank} calls {function}, but rank 0 calls "
                 f"{first_function}: all ranks of a group must make the same call"
             )
-        if "refused" in same:
-            return f"tilewise.distributed.{function}: rank {rank} was refused: {same['refused']}"
+        if _REFUSED in same:
+            return f"tilewise.distributed.{function}: rank {rank} was refused: {same[_REFUSED]}"
     for rank, (_, same) in enumerate(calls):
         for name in sorted({*same, *first}, key=[*first, *same].index):
             have, want = same.get(name, "nothing"), first.get(name, "nothing")

@@ -13,9 +13,8 @@ from .._request import Request
 from . import choice
 from .attend import attend
 from .choice import Choice
-from .grid import grid_of
-from .layout import check_layout, starts_of
-from .problem import check_method, prepare, prepare_varlen
+from .layout import starts_of
+from .problem import Call, prepare, prepare_varlen
 from .ranks import eager, ranks_of
 
 
@@ -86,14 +85,15 @@ def attention(
         out_dtype, precise_backward, q_descale,
     )  # fmt: skip
     ranks = ranks_of(group, mesh)
-    grid = grid_of(mesh, ranks)
+    call = Call(
+        "attention", q, k, v, ranks, mesh, layout, method, request, reduce_replicated
+    )  # fmt: skip
     if ranks.world == 1:
-        check_layout(layout)
-        check_method(method, grid)
+        call.check()
         options = request.arguments()
         del options["check"]  # an option of attention_varlen
         return api.attention(q, k, v, **options, layout=tensor_layout)
-    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
+    p = prepare(call, tensor_layout)
     out, lse, max_logits = attend(p, choice.choose(p, method).method)
     if _check.heads_first(tensor_layout):
         out = out.transpose(1, 2)
@@ -151,16 +151,17 @@ def attention_varlen(
     )  # fmt: skip
     cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     ranks = ranks_of(group, mesh)
-    grid = grid_of(mesh, ranks)
+    call = Call(
+        "attention_varlen", q, k, v, ranks, mesh, layout, method, request, reduce_replicated
+    )
     if ranks.world == 1:
-        check_layout(layout)
-        check_method(method, grid)
+        call.check()
         starts = [
             torch.tensor(starts_of(f"cu_seqlens_{name}", x), dtype=torch.int32, device=q.device)
             for name, x in zip("qk", cu_seqlens, strict=True)
         ]
         return api.attention_varlen(q, k, v, *starts, **request.arguments())
-    p = prepare_varlen(q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid)
+    p = prepare_varlen(call, cu_seqlens)
     out, lse, max_logits = attend(p, choice.choose(p, method).method)
     return request.results(out.squeeze(0), None if lse is None else lse.squeeze(0), max_logits)
 
@@ -195,17 +196,14 @@ def explain(
         TypeError: an argument has the wrong type or dtype, or is unknown.
         ValueError: as for ``attention``.
     """
-    known = [name for name in Request().arguments() if name != "check"]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{name} is given, but the options are {', '.join(known)}")
     ranks = ranks_of(group, mesh)
-    request, grid = Request(**options), grid_of(mesh, ranks)
-    if cu_seqlens_q is not None:
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-        p = prepare_varlen(
-            q, k, v, cu_seqlens, ranks, layout, method, request, reduce_replicated, grid
-        )
-        return choice.choose(p, method)
-    p = prepare(q, k, v, ranks, layout, tensor_layout, method, request, reduce_replicated, grid)
-    return choice.choose(p, method)
+    known = Request().arguments().keys() - {"check"}
+    call = Call(
+        "explain", q, k, v, ranks, mesh, layout, method,
+        Request(**{name: value for name, value in options.items() if name in known}),
+        reduce_replicated, tuple(name for name in options if name not in known),
+    )  # fmt: skip
+    if cu_seqlens_q is None:
+        return choice.choose(prepare(call, tensor_layout), method)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    return choice.choose(prepare_varlen(call, cu_seqlens), method)

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _torch, kvcache
-from .agreement import Description, agree
+from .. import _check, _ops, _torch
+from .._cache import CacheLayout, NewKeys
+from .._kvcache_torch import Checked, checked, run, with_mask
+from .._options import out_dtype_of
+from .._request import Request
+from .agreement import Description, agree, raise_refusals
 from .ranks import Ranks, all_gather, eager, largest_of_ranks, ranks_of
 
 if TYPE_CHECKING:  # masks need NumPy
     from .cache_mask import CacheMask
+
+
+FUNCTION = "attention_with_kvcache"
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,52 +113,115 @@ def attention_with_kvcache(
         RuntimeError: another rank has stopped, or no kernel can run the problem.
     """
     ranks = ranks_of(group, mesh)
-    _torch.as_array("q", q)
+    request = Request(
+        scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, tf32=tf32,
+        batch_invariant=batch_invariant, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, return_max_logits=return_max_logits, out_dtype=out_dtype,
+    )  # fmt: skip
+    call: Checked | None = None
     spread: CacheMask | None = None
 
     def describe() -> Description:
-        nonlocal spread
+        nonlocal call, spread
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"mesh has {mesh.ndim} dimensions, but must have 1")
+        on_gpu = _torch.as_array("q", q).is_cuda
+        # On a CPU the entries of index tensors are checked as well: if a rank refused them later,
+        # the others would have appended.
+        checks = _check.flag("check", check) or (k is not None and not on_gpu)
+        layout = CacheLayout(cache_batch_idx, cache_leftpad, block_table, num_splits, checks)
+        with torch.no_grad():
+            call = checked(q, k_cache, v_cache, NewKeys(k, v, cache_seqlens), request, layout)
         if mask is not None:
             from .cache_mask import CacheMask, Keys
 
-            layout = k_cache, v_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-            spread = CacheMask(mask, key_positions, q, Keys(*layout), ranks)
-        return Description({
-            "shape of q": str(list(q.shape)), "dtype of q": str(q.dtype),
-            "head_dim of v_cache": str(_torch.as_array("v_cache", v_cache).shape[-1]),
-            "scale": "a tensor" if isinstance(scale, Tensor) else repr(scale),
-            "softcap": str(softcap), "sinks": str(sinks is not None),
-            "q_descale": "None" if q_descale is None else "given",
-            "return_max_logits": str(return_max_logits), "out_dtype": str(out_dtype),
-            "mask": str(None if spread is None else spread.whole),
-        })  # fmt: skip
+            keys = k_cache, v_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+            spread = CacheMask(mask, key_positions, q, Keys(*keys), ranks)
+        return Description(_same(call, request, spread))
 
-    agree(ranks, "attention_with_kvcache", describe)
-    out, lse, *max_logits = kvcache.attention_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, block_table=block_table, scale=scale, softcap=softcap,
-        sinks=sinks if ranks.rank == 0 else None, num_splits=num_splits, return_lse=True,
-        tf32=tf32, check=check, batch_invariant=batch_invariant, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, return_max_logits=return_max_logits,
-        out_dtype=out_dtype, mask=None if spread is None else spread.own_part(),
-    )  # fmt: skip
-    if ranks.world > 1:
-        merged, lse = merge_parts(*_gathered(out, lse, ranks))
-        out = merged.to(out.dtype)
-        max_logits = [largest_of_ranks(x, ranks, "max_logits") for x in max_logits]
+    agree(ranks, FUNCTION, describe)
+    assert call is not None
+    if ranks.rank > 0:
+        call = call._replace(options=call.options._replace(sinks=None))
+    out, lse, *max_logits = _attend(ranks, call, spread)
     results = (out, *([lse] if return_lse else []), *max_logits)
     return results if len(results) > 1 else out
 
 
-def _gathered(out: Tensor, lse: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Out and lse of all ranks, in one message."""
-    own = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (lse, out)])
-    parts = all_gather(own.unsqueeze(0), [1] * ranks.world, ranks, "out and lse")
+def _same(call: Checked, request: Request, spread: CacheMask | None) -> dict[str, str]:
+    """The values that must be the same on all ranks, by name."""
+    same = {
+        "shape of q": str(list(call.q.shape)), "dtype of q": str(call.q.dtype),
+        "device": call.q.device.type, "heads of k_cache": str(call.k_cache.shape[2]),
+        "head_dim of v_cache": str(call.v_cache.shape[3]),
+        "mask": str(None if spread is None else spread.whole),
+    }  # fmt: skip
+    for name in ("sinks", "q_descale"):
+        given = getattr(request, name)
+        same[name] = "None" if given is None else f"given with shape {list(given.shape)}"
+    scale = request.scale
+    same["scale"] = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+    for name in ("softcap", "return_lse", "tf32", "batch_invariant", "return_max_logits",
+                 "out_dtype"):  # fmt: skip
+        same[name] = str(getattr(request, name))
+    return same
+
+
+@torch.no_grad()
+def _attend(ranks: Ranks, call: Checked, spread: CacheMask | None) -> list[Tensor]:
+    """out, lse and, if requested, max_logits for the keys of all ranks.
+
+    The others wait for the part of a rank whose call fails after the checks. It sends NaN instead,
+    and raises its error. On CPUs the others are told and raise as well; on GPUs, where they would
+    have to wait for the message to read it, their results are NaN.
+    """
+    longest = None if spread is None else spread.longest()
+    error: Exception | None = None
+    try:
+        part = None if spread is None else spread.own_part(longest)
+        results = list(run(call if part is None else with_mask(call, part)))
+    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+        if ranks.world == 1:
+            raise
+        error, results = failure, _nothing(call)
+    if ranks.world == 1:
+        return results
+    out, lse, *max_logits = results
+    outs, lses, failed = _gathered(out, lse, error is not None, ranks)
+    if failed:
+        raise_refusals(ranks, FUNCTION, error)
+    merged, lse = merge_parts(outs, lses)
+    max_logits = [largest_of_ranks(x, ranks, "max_logits") for x in max_logits]
+    if error is not None:
+        raise error
+    return [merged.to(out.dtype), lse, *max_logits]
+
+
+def _nothing(call: Checked) -> list[Tensor]:
+    """What a rank without results sends: NaN."""
+    batch, rows, heads, _ = call.q.shape
+    shapes: list[tuple[int, ...]] = [(batch, heads, rows)]
+    if call.forward is _ops.forward_max_logits_alone:
+        shapes.append((batch, heads))
+    out = torch.full(
+        (batch, rows, heads, call.v_cache.shape[3]), math.nan,
+        dtype=out_dtype_of(call.q, call.options), device=call.q.device,
+    )  # fmt: skip
+    return [out, *(out.new_full(shape, math.nan, dtype=torch.float32) for shape in shapes)]
+
+
+def _gathered(out: Tensor, lse: Tensor, failed: bool, ranks: Ranks) -> tuple[Tensor, Tensor, bool]:
+    """Out and lse of all ranks, in one message, and on CPUs whether a rank has failed."""
+    own = [x.contiguous().view(-1).view(torch.uint8) for x in (lse, out)]
+    sizes = [x.numel() for x in own]
+    if not out.is_cuda:
+        own.append(torch.tensor([failed], dtype=torch.uint8, device=out.device))
+    parts = all_gather(torch.cat(own)[None], [1] * ranks.world, ranks, "out and lse")
     whole = torch.cat(parts)
-    size = lse.numel() * lse.element_size()
     # In one dimension, because torch does not change the dtype of an empty tensor of several.
-    lses, outs = whole[:, :size].reshape(-1), whole[:, size:].reshape(-1)
+    lses, outs = (x.reshape(-1) for x in (whole[:, : sizes[0]], whole[:, sizes[0] : sum(sizes)]))
     return (
         outs.view(out.dtype).view(ranks.world, *out.shape),
         lses.view(lse.dtype).view(ranks.world, *lse.shape),
+        not out.is_cuda and bool(whole[:, -1].any()),
     )

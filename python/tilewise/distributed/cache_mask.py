@@ -48,27 +48,25 @@ class CacheMask:
         )
         self._ends = _ends(self._positions, keys, q) if isinstance(mask, masks.Tree) else None
 
-    def own_part(self) -> Any:
-        """The mask of this rank's keys, counted as they are in its cache; None without any.
-
-        The rows of a tree see its last keys, which only all ranks together know.
+    def longest(self) -> Array | None:
+        """Where each sequence ends over all ranks: integer [B]; None where ``own_part`` needs no
+        such number. The rows of a tree see its last keys, which only all ranks together know.
         """
-        device = self._q.device
-        part: MaskPart | None
-        if self._ends is None:
-            part = self.whole.part_at(self._places, device)
-        else:
-            older = self._longest() - self._q.shape[1]
-            part = part_of(tree_as_ranges(self.whole.mask, older), self._places, device)
-        return None if part is None else part.of_heads((0, self._q.shape[2]))
-
-    def _longest(self) -> Array:
-        """Where each sequence ends over all ranks: integer [B]."""
-        assert self._ends is not None
-        if self._ranks.world == 1:
+        if self._ends is None or self._ranks.world == 1:
             return self._ends
         with exchanging("the ends of its sequences", self._ranks):
             return np.array(exchange(self._ends.tolist(), self._ranks)).max(axis=0)
+
+    def own_part(self, longest: Array | None) -> Any:
+        """The mask of this rank's keys, counted as they are in its cache; None without any."""
+        device = self._q.device
+        part: MaskPart | None
+        if longest is None:
+            part = self.whole.part_at(self._places, device)
+        else:
+            older = longest - self._q.shape[1]
+            part = part_of(tree_as_ranges(self.whole.mask, older), self._places, device)
+        return None if part is None else part.of_heads((0, self._q.shape[2]))
 
 
 def _check_mask(mask: Any, batch: int, rows: int, heads: int) -> None:

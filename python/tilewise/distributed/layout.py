@@ -12,6 +12,7 @@ Engine).
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import operator
 from collections.abc import Sequence
@@ -81,6 +82,14 @@ def starts_of(name: str, value: Any) -> Starts:
     if not starts or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
         raise ValueError(f"{name} is {list(starts)}, but must begin with 0 and not decrease")
     return starts
+
+
+def short(starts: Starts) -> str:
+    """The ends of sequences, or their number and a hash if there are many."""
+    if len(starts) <= 12:
+        return str(list(starts))
+    digest = hashlib.blake2b(repr(starts).encode(), digest_size=8).hexdigest()
+    return f"{len(starts)} entries up to {starts[-1]} with hash {digest}"
 
 
 def _whole_runs(size: int, layout: str, count: int, cu_seqlens: Any) -> list[Runs]:
@@ -240,10 +249,18 @@ def unshard(
         RuntimeError: another rank has stopped.
     """
     ranks = ranks_of(group)
+    runs: list[Runs] = []
 
     def describe() -> Description:
+        nonlocal runs
         runs = _whole_runs(_size(size), layout, ranks.world, cu_seqlens)
-        if not -as_array("x", x).dim() <= dim < x.dim():
+        spread = ranks.world > 1 and hasattr(x, "to_local")
+        if as_array("x", x).layout != torch.strided or x.is_nested or spread:
+            raise TypeError(
+                f"x is a {type(x).__name__} with layout {x.layout}, but must be a dense tensor of "
+                "this rank's rows"
+            )
+        if not -x.dim() <= dim < x.dim():
             raise IndexError(f"dim is {dim}, but x has {x.dim()} dimensions")
         own, have = length(runs[ranks.rank]), x.shape[dim]
         if have != own:
@@ -254,16 +271,16 @@ def unshard(
         shape: list[int | str] = list(x.shape)
         shape[dim] = "rows"
         differentiable = torch.is_grad_enabled() and x.requires_grad
+        starts = None if cu_seqlens is None else short(starts_of("cu_seqlens", cu_seqlens))
         return Description({
-            "layout": repr(layout), "size": str(size), "cu_seqlens": str(cu_seqlens),
-            "shape of x": str(shape),
-            "dtype of x": str(x.dtype), "requires_grad of x": str(differentiable),
+            "layout": repr(layout), "size": str(size), "cu_seqlens": str(starts),
+            "shape of x": str(shape), "dtype of x": str(x.dtype), "device": x.device.type,
+            "requires_grad of x": str(differentiable),
         })  # fmt: skip
 
     agree(ranks, "unshard", describe)
     if ranks.world == 1:
         return x
-    runs = _whole_runs(size, layout, ranks.world, cu_seqlens)
     return Gather.apply(x, dim % x.dim(), runs, ranks, "x")
 
 

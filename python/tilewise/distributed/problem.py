@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,12 +16,13 @@ from . import cost
 from .agreement import Description, agree
 from .core import Local
 from .dense import DenseCut
-from .grid import Grid
-from .layout import Runs, Starts, check_layout, lengths, runs_of, starts_of
+from .grid import Grid, grid_of
+from .layout import Runs, Starts, check_layout, lengths, runs_of, short, starts_of
 from .packed import PackedCut
 from .packed_call import sizes_of
 from .ranks import Ranks, all_gather, sum_dtype
 from .transport import VARIABLE as TRANSPORT
+from .transport import check_transport
 
 if TYPE_CHECKING:
     from .mask_parts import WholeMask
@@ -147,22 +147,49 @@ def _requires_grad(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, layout: str, tensor_layout: str, method: str,
-    request: Request, reduce_replicated: bool, grid: Grid | None = None,
-) -> Problem:  # fmt: skip
+class Call(NamedTuple):
+    """The arguments of a call that all of its forms have, before any check."""
+
+    function: str  # its name, for messages
+    q: Any
+    k: Any
+    v: Any
+    ranks: Ranks
+    mesh: Any
+    layout: str
+    method: str
+    request: Request
+    reduce_replicated: bool
+    unknown: tuple[str, ...] = ()  # names of options that do not exist
+
+    def check(self) -> Grid | None:
+        """The grid of the mesh, after the checks that all forms share."""
+        if self.unknown:
+            known = ", ".join(name for name in Request().arguments() if name != "check")
+            raise TypeError(f"{self.unknown[0]} is given, but the options are {known}")
+        grid = grid_of(self.mesh, self.ranks)
+        check_layout(self.layout)
+        check_method(self.method, grid)
+        if self.ranks.world > 1:
+            check_transport(getattr(self.q, "device", None))
+            _refuse_dtensors(self.q, self.k, self.v)
+        return grid
+
+
+def prepare(call: Call, tensor_layout: str) -> Problem:
     """Checks this rank's arguments and compares them with those of the other ranks.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or range, or the ranks differ.
     """
+    q, k, v, ranks, request = call.q, call.k, call.v, call.ranks, call.request
     local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+    grid: Grid | None = None
 
     def describe() -> Description:
-        check_layout(layout)
-        check_method(method, grid)
-        _refuse_dtensors(ranks, q, k, v)
+        nonlocal grid
+        grid = call.check()
         _check.dropout(request.dropout_p)
         bias = _torch._autocast(q, k, v, request.bias)[3]
         *tensors, options = _torch.prepare_dense(
@@ -174,20 +201,19 @@ def prepare(
             _check.bias(bias, tensors[0].shape[0], heads, rows, None)
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         local.append((tensors[0], tensors[1], tensors[2], bias))
+        _check_heads(*tensors)
         _check_mask(request.mask, tensors[0], tensors[0].shape[0])
         _check.flag("return_max_logits", request.return_max_logits)
-        same = _same(local[0], request, (options.window_left, options.window_right), False)
+        same = _same(call, local[0], (options.window_left, options.window_right), False)
         same |= {
-            "layout": repr(layout), "method": repr(method), "tensor_layout": repr(tensor_layout),
-            "hosts of mesh": str(grid and grid.between.world),
-            "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
+            "tensor_layout": repr(tensor_layout), "hosts of mesh": str(grid and grid.between.world),
         }  # fmt: skip
         return Description(same, (rows, tensors[1].shape[1], 0 if bias is None else bias.shape[2]))
 
-    numbers = agree(ranks, "attention", describe)
+    numbers = agree(ranks, call.function, describe)
     q, k, v, bias = local[0]
-    rows = _runs("q", [row[0] for row in numbers], layout)
-    keys = _runs("k and v", [row[1] for row in numbers], layout)
+    rows = _runs("q", [row[0] for row in numbers], call.layout)
+    keys = _runs("k and v", [row[1] for row in numbers], call.layout)
     if request.mask is not None:
         from .. import masks  # needs NumPy
 
@@ -197,7 +223,7 @@ def prepare(
     request = request._replace(
         bias=None, causal=False, window=(None if left < 0 else left, None if right < 0 else right)
     )
-    if reduce_replicated:
+    if call.reduce_replicated:
         request = request._replace(
             sinks=_reduced(request.sinks, ranks, "sinks"),
             scale=_reduced(request.scale, ranks, "scale"),
@@ -210,20 +236,18 @@ def prepare(
     return Problem(ranks, q, k, v, bias, has_rows, request, cut, q.shape[0], grid)
 
 
-def prepare_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Any, Any], ranks: Ranks, layout: str,
-    method: str, request: Request, reduce_replicated: bool, grid: Grid | None = None,
-) -> Problem:  # fmt: skip
+def prepare_varlen(call: Call, cu_seqlens: tuple[Any, Any]) -> Problem:
     """As ``prepare``, for packed sequences whose ends all ranks know."""
+    q, k, v, ranks, request = call.q, call.k, call.v, call.ranks, call.request
     local: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
     cuts: list[PackedCut] = []
-    left, right = _check.window_bounds(request.causal, request.window)
-    window = (None if left < 0 else left, None if right < 0 else right)
+    grid: Grid | None = None
 
     def describe() -> Description:
-        check_layout(layout)
-        check_method(method, grid)
-        _refuse_dtensors(ranks, q, k, v)
+        nonlocal grid
+        grid = call.check()
+        left, right = _check.window_bounds(request.causal, request.window)
+        window = (None if left < 0 else left, None if right < 0 else right)
         starts = starts_of("cu_seqlens_q", cu_seqlens[0]), starts_of("cu_seqlens_k", cu_seqlens[1])
         if len(starts[0]) != len(starts[1]):
             raise ValueError(
@@ -241,35 +265,43 @@ def prepare_varlen(
         _check.flag("return_max_logits", request.return_max_logits)
         out_dtype = _torch.returned_dtype(tensors[0], request)
         bias = _packed_bias(bias, tensors[0], starts, out_dtype)
-        cut = PackedCut(*starts, layout, ranks.world, window, _by_place(request), _mask_of(request))
+        cut = PackedCut(
+            *starts, call.layout, ranks.world, window, _by_place(request), _mask_of(request)
+        )
         for name, x, counts in (("q", q, cut.rows), ("k", k, cut.keys)):
             if x.shape[0] != counts[ranks.rank]:
                 raise ValueError(
-                    f"{name} on rank {ranks.rank} has {x.shape[0]} rows, but layout {layout!r} of "
-                    f"cu_seqlens over {ranks.world} ranks gives it {counts[ranks.rank]}"
+                    f"{name} on rank {ranks.rank} has {x.shape[0]} rows, but layout "
+                    f"{call.layout!r} of cu_seqlens over {ranks.world} ranks gives it "
+                    f"{counts[ranks.rank]}"
                 )
         local.append((*(x.unsqueeze(0) for x in tensors), bias))
+        _check_heads(*tensors)
         cuts.append(cut)
-        same = _same(local[0], request, (left, right), True)
+        same = _same(call, local[0], (left, right), True)
         same |= {
-            "layout": repr(layout), "method": repr(method),
-            "cu_seqlens_q": _short(starts[0]), "cu_seqlens_k": _short(starts[1]),
+            "cu_seqlens_q": short(starts[0]), "cu_seqlens_k": short(starts[1]),
             "hosts of mesh": str(grid and grid.between.world),
-            "reduce_replicated": str(_check.flag("reduce_replicated", reduce_replicated)),
         }  # fmt: skip
         return Description(same)
 
-    agree(ranks, "attention_varlen", describe)
-    request = request._replace(bias=None, causal=False, window=window, mask=None)
+    agree(ranks, call.function, describe)
+    (cut,) = cuts
+    request = request._replace(bias=None, causal=False, window=cut.window, mask=None)
     q, k, v, bias = local[0]
-    if reduce_replicated:
+    if call.reduce_replicated:
         request = request._replace(
             sinks=_reduced(request.sinks, ranks, "sinks"),
             scale=_reduced(request.scale, ranks, "scale"),
         )
         bias = _reduced(bias, ranks, "bias")
-    (cut,) = cuts
     return Problem(ranks, q, k, v, bias, False, request, cut, len(cut.starts_q) - 1, grid)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses heads that no kernel computes: a rank without heads would not run into it."""
+    largest = _check.max_head_dim(q.device.type)
+    _check.head_sizes(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], largest)
 
 
 def _packed_bias(
@@ -283,14 +315,6 @@ def _packed_bias(
     bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     _check.varlen_bias(bias.shape, *(max(sizes_of(x), default=0) for x in starts))
     return bias
-
-
-def _short(starts: Starts) -> str:
-    """The ends of sequences, or their number and a hash if there are many."""
-    if len(starts) <= 12:
-        return str(list(starts))
-    digest = hashlib.blake2b(repr(starts).encode(), digest_size=8).hexdigest()
-    return f"{len(starts)} entries up to {starts[-1]} with hash {digest}"
 
 
 def _by_place(request: Request) -> bool:
@@ -319,10 +343,10 @@ def _reduced(x: Any, ranks: Ranks, what: str) -> Any:
     return Replicated.apply(x, ranks, what) if _requires_grad(x) else x
 
 
-def _refuse_dtensors(ranks: Ranks, q: Any, k: Any, v: Any) -> None:
-    """Refuses tensors of PyTorch that know of ranks themselves, unless there is only one rank."""
+def _refuse_dtensors(q: Any, k: Any, v: Any) -> None:
+    """Refuses tensors of PyTorch that know of ranks themselves."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if ranks.world > 1 and hasattr(x, "to_local"):
+        if hasattr(x, "to_local"):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, but must be a tensor of this rank's rows: pass "
                 f"{name}.to_local()"
@@ -330,17 +354,20 @@ def _refuse_dtensors(ranks: Ranks, q: Any, k: Any, v: Any) -> None:
 
 
 def _same(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], request: Request,
-    window: tuple[int, int], packed: bool,
+    call: Call, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], window: tuple[int, int],
+    packed: bool,
 ) -> dict[str, str]:  # fmt: skip
     """The values that must be the same on all ranks, by name."""
+    request = call.request
     given = {**dict(zip(("q", "k", "v", "bias"), tensors, strict=True)), "sinks": request.sinks,
              "alibi_slopes": request.alibi_slopes, "q_descale": request.q_descale,
              "k_descale": request.k_descale, "v_descale": request.v_descale}  # fmt: skip
     rows_at = {"q": 1, "k": 1, "v": 1} | ({} if packed else {"bias": 2})
     same: dict[str, str] = {
         "window with causal": str(window), "device": tensors[0].device.type,
-        TRANSPORT: os.environ.get(TRANSPORT, "messages"),
+        TRANSPORT: os.environ.get(TRANSPORT, "messages"), "layout": repr(call.layout),
+        "method": repr(call.method),
+        "reduce_replicated": str(_check.flag("reduce_replicated", call.reduce_replicated)),
     }  # fmt: skip
     for name, x in given.items():
         if x is None:

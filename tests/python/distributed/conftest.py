@@ -10,9 +10,11 @@ import pytest
 
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The processes of a test module: a ``distributed_ranks.Pool`` of RANKS processes, or of 4."""
-    from distributed_ranks import Pool
+    """The processes of a test module: a ``distributed_ranks.Pool`` of RANKS processes, or of 4,
+    whose exchanges end after TIMEOUT seconds.
+    """
+    from distributed_ranks import WAIT, Pool
 
-    pool = Pool(getattr(request.module, "RANKS", 4))
+    pool = Pool(getattr(request.module, "RANKS", 4), getattr(request.module, "TIMEOUT", WAIT))
     yield pool
     pool.close()

@@ -32,7 +32,7 @@ def device() -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if CUDA else torch.device("cpu")
 
 
-def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, count: int, store: str, pipe: Connection, wait: float) -> None:
     """Runs in each process: joins a group of every size, then runs the jobs from the pipe."""
     import datetime
 
@@ -41,7 +41,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
 
     sys.path[:0] = IMPORTS  # before bench/, which has a cases.py too
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=WAIT)
+    timeout = datetime.timedelta(seconds=wait)
     if CUDA:
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -66,9 +66,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
 
 
 class Pool:
-    """`count` processes, or as many as there are GPUs; a job uses the first few."""
+    """`count` processes, or as many as there are GPUs; a job uses the first few.
 
-    def __init__(self, count: int) -> None:
+    Their groups have a timeout of `wait` seconds.
+    """
+
+    def __init__(self, count: int, wait: float = WAIT) -> None:
         if CUDA:
             import torch
 
@@ -83,7 +86,9 @@ class Pool:
         for rank in range(count):
             here, there = context.Pipe()
             store = os.path.join(self.folder.name, "store")
-            process = context.Process(target=_serve, args=(rank, count, store, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, count, store, there, wait), daemon=True
+            )
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
