@@ -43,8 +43,8 @@ def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     shares = (weights / total.clamp_min(torch.finfo(torch.float32).tiny)).transpose(-1, -2)
     merged = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
     for part, share in zip(out, shares, strict=True):
-        # A part without weight may hold anything.
-        merged += torch.where(share.unsqueeze(-1) > 0, part.float() * share.unsqueeze(-1), 0.0)
+        # A part without weight may hold anything. A share of NaN is not 0, so NaN stays NaN.
+        merged += torch.where(share.unsqueeze(-1) == 0, 0.0, part.float() * share.unsqueeze(-1))
     return merged, torch.where(infinite, top, top + total.log())
 
 

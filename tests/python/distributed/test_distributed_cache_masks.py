@@ -18,6 +18,7 @@ import tilewise.distributed as td  # noqa: E402
 import yardstick  # noqa: E402
 from bounds import check_lse, check_out  # noqa: E402
 from cases import Built, Case, flat, float64  # noqa: E402
+from distributed_ranks import device  # noqa: E402
 from tilewise import masks  # noqa: E402
 
 ROWS, KEYS = 6, 300
@@ -106,20 +107,22 @@ def decode(group, name: str, how: str):
             mine = keys[torch.from_numpy(sequence.keys[own[s]])]
             cache[s, padding[s] : used[s]] = mine[: len(mine) - appends]
             last.append(mine[len(mine) - appends :])
-        caches.append(cache)
-        new.append(torch.stack(last) if appends else None)
+        caches.append(cache.to(device()))
+        new.append(torch.stack(last).to(device()) if appends else None)
     table = None
     if how == "any":  # pages of 4 keys, in reverse order
         count = 3 * capacity // 4
         table = torch.arange(count - 1, -1, -1, dtype=torch.int32).view(3, -1)
         caches = [x.reshape(count, 4, *x.shape[2:]).flip(0).contiguous() for x in caches]
-    return td.attention_with_kvcache(
-        b.q, *caches, *new, group=group, mask=mask, key_positions=positions, scale=b.scale,
-        cache_seqlens=torch.tensor(used), cache_leftpad=torch.tensor(padding), block_table=table,
-        softcap=b.case.softcap, sinks=b.sinks, return_lse=True,
+    results = td.attention_with_kvcache(
+        b.q.to(device()), *caches, *new, group=group, mask=mask, key_positions=positions,
+        scale=b.scale, cache_seqlens=torch.tensor(used), cache_leftpad=torch.tensor(padding),
+        block_table=table, softcap=b.case.softcap,
+        sinks=None if b.sinks is None else b.sinks.to(device()), return_lse=True,
         return_max_logits=b.case.max_logits, num_splits=3 if how == "any" else 0,
         out_dtype=b.out.view.dtype,
     )  # fmt: skip
+    return [x.cpu() for x in results]
 
 
 @pytest.mark.parametrize("name", list(MASKS))
@@ -189,7 +192,7 @@ def refused(group, kind):
         positions = torch.arange(-1, 7).expand(2, 8)
     elif kind == "dtype":
         positions = torch.arange(8.0)
-    q, cache, new = (torch.zeros(2, n, 2, 8) for n in (3, 8, 1))
+    q, cache, new = (torch.zeros(2, n, 2, 8, device=device()) for n in (3, 8, 1))
     try:
         td.attention_with_kvcache(
             q, cache, cache.clone(), new + 1, new, cache_seqlens=3, mask=mask,
@@ -227,7 +230,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool):
 def empty(group):
     """A rank whose cache has no room for a key, and a call without rows."""
     rank = torch.distributed.get_rank(group)
-    q, k, v = (torch.ones(1, n, 1, 8) for n in (3, 5 * rank, 5 * rank))
+    q, k, v = (torch.ones(1, n, 1, 8, device=device()) for n in (3, 5 * rank, 5 * rank))
     mask = masks.Ranges([[1, 3]], [[2, 4]])
     positions = torch.arange(5 * rank)
     out, lse = td.attention_with_kvcache(
@@ -236,7 +239,7 @@ def empty(group):
     none = td.attention_with_kvcache(
         q[:, :0], k, v, mask=mask, key_positions=positions, group=group
     )
-    return out, lse, none.shape
+    return out.cpu(), lse.cpu(), none.shape
 
 
 def test_no_keys_and_no_rows(pool):

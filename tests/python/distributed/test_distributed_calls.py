@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -19,18 +20,24 @@ if not torch.distributed.is_gloo_available():
 
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
-from distributed_ranks import Pool  # noqa: E402
+from distributed_ranks import Pool, device  # noqa: E402
 from tilewise.distributed.keys import span_of, visible_pairs  # noqa: E402
+from tilewise.distributed.transport import VARIABLE as TRANSPORT  # noqa: E402
 from tilewise.distributed.ulysses import key_heads, query_heads  # noqa: E402
 
 METHODS = ("ulysses", "allgather", "ring")
+MESSAGES = {TRANSPORT: "messages"}
 EXAMPLE = ROOT / "examples" / "train_distributed.py"
 
 
 def tensors(rows=24, heads=4, heads_kv=2, dtype=torch.float32, batch=2):
     generator = torch.Generator().manual_seed(7)
     shapes = [(batch, rows, heads, 8), *[(batch, rows, heads_kv, 8)] * 2]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device(), dtype) for shape in shapes]
+
+
+def zeros(*shape):
+    return torch.zeros(shape, device=device())
 
 
 def shards_of(group, xs, layout="zigzag", dim=1):
@@ -117,12 +124,13 @@ def dropped(group, method):
     whole = tensors()
     torch.manual_seed(3)
     expected = tilewise.attention(*whole, dropout_p=0.4)
-    following = torch.rand(1)
+    following = torch.rand(1, device=device())
     torch.manual_seed(3 + torch.distributed.get_rank(group))
     out = td.attention(*shards_of(group, whole), dropout_p=0.4, method=method, group=group)
-    same = torch.equal(torch.rand(1), following) == (torch.distributed.get_rank(group) == 0)
+    same = torch.equal(torch.rand(1, device=device()), following)
     rows = td.shard(expected, 1, layout="zigzag", group=group)
-    return same and torch.allclose(out, rows, atol=1e-5)
+    first = torch.distributed.get_rank(group) == 0
+    return same == first and torch.allclose(out, rows, atol=1e-5)
 
 
 def test_dropout_follows_the_seed_of_rank_0(pool):
@@ -135,11 +143,12 @@ def test_dropout_follows_the_seed_of_rank_0(pool):
 
 def heads_first(group, method):
     q, k, v = shards_of(group, tensors())
-    expected = td.attention(q, k, v, group=group, method=method, causal=True)
+    options = {"group": group, "method": method, "causal": True, "deterministic": True}
+    expected = td.attention(q, k, v, **options)
     (expected**2).sum().backward()
     grads = [x.grad for x in (q, k, v)]
     turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    out = td.attention(*turned, group=group, method=method, causal=True, tensor_layout="bhsd")
+    out = td.attention(*turned, tensor_layout="bhsd", **options)
     (out**2).sum().backward()
     same = [torch.equal(x.grad.transpose(1, 2), g) for x, g in zip(turned, grads, strict=True)]
     return torch.equal(out.transpose(1, 2), expected) and all(same)
@@ -166,14 +175,14 @@ def unused_lse(group, method):
 
 def autocast(group, method):
     q, k, v = shards_of(group, tensors())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device().type, torch.bfloat16):
         out = td.attention(q, k, v, group=group, method=method)
     out.sum().backward()
     return out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32
 
 
 def by_mesh(group, method):
-    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, device().type)
     q, k, v = shards_of(group, tensors())
     expected = td.attention(q, k, v, group=group, method=method)
     return torch.equal(td.attention(q, k, v, mesh=mesh, method=method), expected)
@@ -206,7 +215,9 @@ def checkpointed(group, method):
     from torch.utils.checkpoint import checkpoint
 
     def attend(q, k, v):
-        return td.attention(q, k, v, group=group, method=method, causal=True, dropout_p=0.3)
+        return td.attention(
+            q, k, v, group=group, method=method, causal=True, dropout_p=0.3, deterministic=True
+        )
 
     results = []
     for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=False)):
@@ -224,13 +235,13 @@ def test_checkpointing(pool):
 
 def replicated(group, method, reduce):
     q, k, v = shards_of(group, tensors(heads=2, heads_kv=1))  # fewer heads than ranks
-    scale = torch.tensor(0.3, requires_grad=True)
-    sinks = torch.linspace(-1, 1, 2).requires_grad_()
-    bias = torch.linspace(-1, 1, 24).requires_grad_()
+    scale = torch.tensor(0.3, device=device(), requires_grad=True)
+    sinks = torch.linspace(-1, 1, 2, device=device()).requires_grad_()
+    bias = torch.linspace(-1, 1, 24, device=device()).requires_grad_()
     out = td.attention(q, k, v, group=group, method=method, causal=True, scale=scale, sinks=sinks,
-                       bias=bias, reduce_replicated=reduce)  # fmt: skip
+                       bias=bias, reduce_replicated=reduce, deterministic=True)  # fmt: skip
     (out**2).sum().backward()
-    return [x.grad for x in (scale, sinks, bias)]
+    return [x.grad.cpu() for x in (scale, sinks, bias)]
 
 
 def test_gradients_of_replicated_inputs(pool):
@@ -246,7 +257,8 @@ def test_gradients_of_replicated_inputs(pool):
 
 
 def explained(group, rows, heads, heads_kv, options):
-    q, k, v = shards_of(group, tensors(rows, heads, heads_kv))
+    # Of CPUs, also where the tests run over GPUs, for which the costs are others.
+    q, k, v = shards_of(group, [x.cpu() for x in tensors(rows, heads, heads_kv)])
     choice = td.explain(q, k, v, group=group, **options)
     return choice.method, str(choice), choice.estimates
 
@@ -286,13 +298,11 @@ def counted(group, method, options, dtype=torch.float32, differentiable=True):
         total += exchange.received_bytes(table, received, ranks)
         return original(table, published, received, ranks, what)
 
-    exchange.start = start
-    try:
+    # Copies between GPUs move the same pieces, but not through this function.
+    with mock.patch.object(exchange, "start", start), mock.patch.dict(os.environ, MESSAGES):
         result = td.attention(q, k, v, group=group, method=method, **options)
         if differentiable:
             sum(x.sum() for x in (result if options.get("return_lse") else (result,))).backward()
-    finally:
-        exchange.start = original
     return estimate, total
 
 
@@ -300,17 +310,17 @@ def packed_calls(group):
     """Places, shards and one-rank calls of a packed batch, and what it refuses."""
     rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     cu = [0, 5, 5, 24]
-    x = torch.arange(24.0)
+    x = torch.arange(24.0, device=device())
     where = {"layout": "zigzag", "group": group, "cu_seqlens": torch.tensor(cu)}
     local = td.shard(x, 0, **where)
     assert torch.equal(td.unshard(local, 0, size=24, **where), x)
-    place = td.positions(24, **where)
+    place = td.positions(24, device=device(), **where)
     assert torch.equal(place.double(), torch.where(local < 5, local, local - 5).double())
     q, k, v = (y[0].clone() for y in tensors())
     shards = [td.shard(y, 0, **where) for y in (q, k, v)]
     common = {"group": group, "causal": True}
     out = td.attention_varlen(*shards, cu, **common)
-    lengths = torch.tensor(cu, dtype=torch.int32)
+    lengths = torch.tensor(cu, dtype=torch.int32, device=device())
     expected = tilewise.attention_varlen(q, k, v, lengths, lengths, causal=True)
     assert torch.allclose(out, td.shard(expected, 0, **where), atol=1e-5)
     text = str(td.explain(*shards, cu_seqlens_q=cu, **common))
@@ -321,7 +331,7 @@ def packed_calls(group):
         lambda: td.attention_varlen(*shards, cu, [0, 24], **common),
         lambda: td.attention_varlen(*shards, "ab", **common),
         lambda: td.shard(x, 0, **{**where, "cu_seqlens": [0, 23]}),
-        lambda: td.attention_varlen(*shards, cu, bias=torch.zeros(18, 19), **common),
+        lambda: td.attention_varlen(*shards, cu, bias=zeros(18, 19), **common),
     )
     return [error_of(call) for call in calls]
 
@@ -353,17 +363,15 @@ def refused(group, kind):
     q, k, v = shards_of(group, tensors())
     options: dict = {"causal": True}
     if kind == "dtensor":
-        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, device().type)
         q = torch.distributed.tensor.distribute_tensor(q.detach(), mesh)
     elif kind == "descale":
-        options["k_descale"] = torch.ones(1, 3)
+        options["k_descale"] = zeros(1, 3)
     elif kind == "bias keys":
-        options["bias"] = torch.zeros(12, 12)
+        options["bias"] = zeros(12, 12)
     elif rank == 1:
         if kind == "causal":
             options["causal"] = False
-        elif kind == "transport":
-            os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"] = "copies"
         elif kind == "dropout":
             options["dropout_p"] = 0.1
         elif kind == "softcap":
@@ -381,22 +389,18 @@ def refused(group, kind):
         elif kind == "mistake":
             v = v[..., :3].double()
         elif kind == "bias rows":
-            options["bias"] = torch.zeros(12, 24)
+            options["bias"] = zeros(12, 24)
         elif kind == "unknown method":
             options["method"] = "rings"
     if kind == "bias rows" and rank != 1:
-        options["bias"] = torch.zeros(1, 24)
+        options["bias"] = zeros(1, 24)
     if kind == "other call" and rank == 1:
         call = lambda: td.unshard(q, 1, layout="zigzag", size=24, group=group)  # noqa: E731
     else:
         call = lambda: td.attention(q, k, v, group=group, **options)  # noqa: E731
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return str(error)
-    finally:
-        os.environ.pop("TILEWISE_DISTRIBUTED_TRANSPORT", None)
-    return "no error"
+    transport = "copies" if kind == "transport" and rank == 1 else "messages"
+    with mock.patch.dict(os.environ, {TRANSPORT: transport}):
+        return error_of(call)
 
 
 REFUSALS = {

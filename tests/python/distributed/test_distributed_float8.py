@@ -29,7 +29,7 @@ from test_distributed import (  # noqa: E402
     joined,
     mesh_of,
 )
-from test_distributed_calls import counted  # noqa: E402
+from test_distributed_calls import counted, zeros  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
 BASE = Case(dtype="bf16", rows=(29, 29), keys=(37, 37), heads_kv=3, group=2, head_dim=16,
@@ -127,13 +127,13 @@ def test_queries_of_float8(pool, world):
 
 
 def bytes_and_refusals(group):
-    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 8, 2, 8, dtype=torch.bfloat16) for _ in range(2))
+    q, k, v = (torch.randn(1, 8, 2, 8, device=device()).bfloat16() for _ in range(3))
     moved = [
         td.explain(q, *kv, group=group, method="allgather").estimates["allgather"].bytes
         for kv in ((k, v), (k.to(FLOAT8), v.to(FLOAT8)))
     ]
-    factors = (torch.ones(1, 3), torch.ones(1, 2) if torch.distributed.get_rank(group) else None)
+    first = torch.distributed.get_rank(group) == 0
+    factors = (zeros(1, 3), None if first else zeros(1, 2))
     q.requires_grad_()
     bytes_ = k.to(FLOAT8), v.to(FLOAT8)
     calls = [lambda x=x: td.attention(q, *bytes_, group=group, k_descale=x) for x in factors]
@@ -162,18 +162,18 @@ def test_bytes_and_refusals(pool):
 
 def refused_queries(group):
     """What is refused of queries of float8: gradients, and factors that do not fit or differ."""
-    q, k, v = (torch.randn(1, 8, 2, 8).to(FLOAT8) for _ in range(3))
-    sinks = torch.zeros(2, requires_grad=True)
+    q, k, v = (torch.randn(1, 8, 2, 8, device=device()).to(FLOAT8) for _ in range(3))
+    sinks = zeros(2).requires_grad_()
     first = torch.distributed.get_rank(group) == 0
     options: list[dict[str, Any]] = [
         {"precise_backward": True},
-        {"q_descale": torch.ones(3, 2)},
-        {"q_descale": torch.ones(1, 2) if first else None},
+        {"q_descale": zeros(3, 2)},
+        {"q_descale": zeros(1, 2) if first else None},
     ]
     calls = [lambda o=o: td.attention(q, k, v, group=group, **o) for o in options]
     calls.append(lambda: td.attention(q.clone().requires_grad_(), k, v, group=group))
     calls.append(lambda: td.attention(q, k.bfloat16(), v.bfloat16(), group=group))
-    bias = torch.zeros(16, dtype=torch.float16)  # of one head, which one rank computes
+    bias = zeros(16).half()  # of one head, which one rank computes
     own = [x[:, :, :1] for x in (q, k, v)]
     calls.append(lambda: td.attention(*own, group=group, bias=bias, method="ulysses"))
     calls += [

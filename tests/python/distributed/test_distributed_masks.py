@@ -15,6 +15,7 @@ if not torch.distributed.is_gloo_available():
 import tilewise  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from cases import Case  # noqa: E402
+from distributed_ranks import device  # noqa: E402
 from mask_cases import random_dense  # noqa: E402
 from strategies import mask_ranges  # noqa: E402
 from tilewise import masks  # noqa: E402
@@ -131,8 +132,8 @@ def test_equal_masks_are_equal_wherever_they_are():
 
 def moved(group, mask, layout):
     """The predicted bytes of "allgather", which a test of calls compares with those that move."""
-    q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
-    choice = td.explain(q, k, v, mask=mask, layout=layout, group=group)
+    q, k, v = (torch.randn(1, 8, 2, 8, device=device()) for _ in range(3))
+    choice = td.explain(q, k, v, mask=mask.to(device()), layout=layout, group=group)
     return choice.estimates["allgather"].bytes
 
 
@@ -164,7 +165,9 @@ def refused(group, method, kind):
         mask = rebuilt(masks.Blocks, [blocks.first, blocks.entries, blocks.bits[:0]], (24, 24, 1))
     elif kind == "first":
         mask = rebuilt(masks.Ranges, [mask.entries, np.array([0, 7], np.int32)], ())
-    q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
+    q, k, v = (torch.randn(1, 8, 2, 8, device=device()) for _ in range(3))
+    if kind != "type":
+        mask = mask.to(device())
     try:
         td.attention(q, k, v, mask=mask, method=method, group=group)
     except (TypeError, ValueError) as error:
@@ -195,10 +198,13 @@ def equals_one_process(group, method, layout):
 
     where = {"layout": layout, "group": group}
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(1, 300, 6, 16, generator=generator) for _ in range(3))
-    flex = create_block_mask(lambda b, h, q, kv: (q + kv) % (h + 2) > 0, None, 6, 300, 300, "cpu")
+    q, k, v = (torch.randn(1, 300, 6, 16, generator=generator).to(device()) for _ in range(3))
+    flex = create_block_mask(
+        lambda b, h, q, kv: (q + kv) % (h + 2) > 0, None, 6, 300, 300, device().type
+    )
     good = True
-    for mask in (masks.from_flex(flex), masks.Ranges.documents([0, 20, 170, 300])):
+    documents = masks.Ranges.documents([0, 20, 170, 300]).to(device())
+    for mask in (masks.from_flex(flex), documents):
         want = td.shard(tilewise.attention(q, k, v, mask=mask), 1, **where)
         own = [td.shard(x, 1, **where) for x in (q, k, v)]
         first, second = (td.attention(*own, mask=mask, method=method, **where) for _ in range(2))

@@ -129,7 +129,7 @@ def test_predicted_bytes_are_those_that_move(pool):
 def refused(group, given):
     q, k, v = (x.detach() for x in shards_of(group, tensors(dtype=torch.bfloat16)))
     given = given[torch.distributed.get_rank(group)]
-    cache = torch.zeros(2, 8, 2, 8, dtype=torch.bfloat16)
+    cache = q.new_zeros(2, 8, 2, 8)
     calls = (
         lambda: td.attention(q, k, v, group=group, out_dtype=given),
         lambda: td.attention_varlen(
