@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _schemas
+from . import _flop_counters, _schemas
 from ._autograd import below_autograd, is_transformed, no_third_derivative, no_twice_forward_mode
 from ._autograd import register as register_autograd
 from ._fold import fold, fold_lse, fold_options, foldable, one_by_one, unfold
@@ -149,6 +149,7 @@ def call_backward(
     The gradient of a float32 out is rounded to the dtype of q, because it is a factor of products
     that are computed in that dtype.
     """
+    _flop_counters.register_if_active()
     return _call(Backward, torch.ops.tilewise.backward, dout.to(q.dtype), dlse, q, *arguments)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from ._ops import Options
+from . import _schemas as _schemas  # the operators
+from ._options import Options
 
 
 def _numbers(tensor: Tensor | None) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 from ._requirements import require
@@ -167,15 +168,17 @@ def common_count(name: str, a: Mask, b: Mask) -> int:
 
 _kinds: list[type[Mask]] = []
 _with_pytrees: list[type[Mask]] = []
+_registration = threading.Lock()
 
 
 def register_pytrees() -> None:
     """Registers masks with PyTorch's pytrees, once PyTorch has been imported."""
     if "torch" not in sys.modules or len(_with_pytrees) == len(_kinds):
         return
-    for kind in _kinds[len(_with_pytrees) :]:
-        _with_pytrees.append(kind)
-        _register(kind)
+    with _registration:  # PyTorch refuses a second registration
+        for kind in _kinds[len(_with_pytrees) :]:
+            _register(kind)
+            _with_pytrees.append(kind)
 
 
 def _register(kind: type[Mask]) -> None:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _autograd, _check, _max_logits, _ops, _plain
-from . import _flops as _flops  # registers the counts of FLOPs
+from . import _autograd, _check, _flop_counters, _max_logits, _ops, _plain
 from ._mask_tensors import with_mask
 from ._ops import contiguous_columns
 from ._options import out_dtype_of
@@ -20,6 +19,8 @@ Result: TypeAlias = Tensor | tuple[Tensor, ...]
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPES = (*_FLOATS.values(), torch.float8_e4m3fn)
 _is_compiling = torch.compiler.is_compiling
+
+_flop_counters.register_if_imported()
 
 Prepared: TypeAlias = tuple[Tensor, Tensor, Tensor, _ops.Options]
 
@@ -208,6 +209,7 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
     """The operators' options that every form of attention shares, without the bias."""
+    _flop_counters.register_if_active()
     numbers = _check.numbers(request)
     numbers["deterministic"] |= torch.are_deterministic_algorithms_enabled()
     heads, head_dim = q.shape[-2], q.shape[-1]

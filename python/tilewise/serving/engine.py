@@ -252,7 +252,7 @@ class Engine:
         requests: list[int] = []
         try:
             for prompt in prompts:
-                while len(self._scheduler.in_flight()) >= self.places:
+                while self._is_full():
                     self.step()
                 answer = Completion()
                 requests.append(self.add(prompt, params, _collector(answer)))
@@ -326,6 +326,10 @@ class Engine:
         finally:
             with self._lock:
                 self.pool.release(probe.row)
+
+    def _is_full(self) -> bool:
+        with self._lock:
+            return len(self._scheduler.in_flight()) >= self.places
 
     def _require_place(self) -> None:
         outstanding = len(self._scheduler.in_flight())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -193,6 +197,31 @@ def test_positions_are_exact_in_a_half_precision_module():
     frequency = torch.tensor([1.0, 0.01])
     want = torch.outer(torch.arange(1024).float(), frequency).cos()
     assert torch.allclose(module._cos_cached, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale_base", [None, 16])
+def test_threads_share_a_module(scale_base):
+    """Calls with other lengths and dtypes replace the tables, but not those of a call in flight."""
+    module = rotary.RotaryEmbedding(8, scale_base=scale_base).eval()
+    device = torch.get_default_device()  # of this thread
+    start = threading.Barrier(4)
+
+    def rotate_many(thread):
+        start.wait()
+        dtype = (torch.float32, torch.bfloat16)[thread % 2]
+        for step in range(300):
+            rows = 1 + (7 * step + thread) % 40
+            qkv = torch.ones(1, rows, 3, 1, 8, dtype=dtype, device=device)
+            module(qkv)
+        return True
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(rotate_many, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_scale_base_cancels_between_q_and_k():

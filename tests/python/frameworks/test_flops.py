@@ -133,17 +133,41 @@ def test_flops_are_counted_per_module():
     assert by_module[torch.ops.tilewise.forward] == 2 * 4 * 25 * 16
 
 
+def printed(program: str) -> str:
+    """The output of a new process, in which nothing has been imported yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch, tilewise\n" + program], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+IMPORT = "from torch.utils.flop_counter import FlopCounterMode\n"
+
+
 def test_counter_entered_before_the_first_call():
     program = (
-        "import torch, tilewise\n"
-        "from torch.utils.flop_counter import FlopCounterMode\n"
-        "x = torch.zeros(1, 2, 3, 8)\n"
+        IMPORT + "x = torch.zeros(1, 2, 3, 8)\n"
         "with FlopCounterMode(display=False) as counter:\n"
         "    tilewise.attention(x, x, x)\n"
         "print(counter.get_total_flops())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == f"{2 * 3 * 2 * 2 * 16}\n", done.stderr
+    assert printed(program) == f"{2 * 3 * 2 * 2 * 16}"
+
+
+def test_counter_imported_after_the_first_call():
+    program = (
+        "import sys\n"
+        "x = torch.zeros(1, 2, 3, 8, requires_grad=True)\n"
+        "out = tilewise.attention(x, x, x)\n"
+        "print('torch.utils.flop_counter' in sys.modules)\n" + IMPORT +
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    {}\n"
+        "print(counter.get_total_flops())\n"
+    )  # fmt: skip
+    product = 2 * 3 * 2 * 2 * 8
+    assert printed(program.format("out.sum().backward()")) == f"False\n{5 * product}"
+    assert printed(program.format("tilewise.attention(x, x, x)")) == f"False\n{2 * product}"
 
 
 def test_tangents_and_second_derivatives():

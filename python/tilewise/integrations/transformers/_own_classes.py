@@ -24,7 +24,7 @@ def add_own_classes(module: ModuleType, name: str) -> bool:
         Whether there is a table that now contains the name.
     """
     supported = False
-    for table, classes in vars(module).items():
+    for table, classes in tuple(vars(module).items()):
         if not table.endswith("_ATTENTION_CLASSES") or not isinstance(classes, dict):
             continue
         original = classes.get("sdpa")

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_forwards = 0  # number of masks made so far; each forward makes one before its first layer
+# Stands for the latest forward, of any thread; each makes a mask before its first layer. It is an
+# object and not a number because threads that count together may repeat a number.
+_forward = object()
 _cache: Any = WeakTensorKeyDictionary()  # position_ids: (its state when read, its boundaries)
 
 
@@ -22,9 +24,9 @@ def values_are_unavailable(*tensors: Any) -> bool:
 
 def begin_forward() -> None:
     """Invalidates the boundaries of tensors that have no version counter."""
-    global _forwards
+    global _forward
     if not torch.compiler.is_compiling():
-        _forwards += 1
+        _forward = object()
 
 
 def packed_boundaries(position_ids: Any, rows: int, has_mask: bool) -> Tensor | None:
@@ -46,7 +48,7 @@ def packed_boundaries(position_ids: Any, rows: int, has_mask: bool) -> Tensor | 
     if values_are_unavailable(position_ids):
         return None
     version = None if position_ids.is_inference() else position_ids._version
-    state = (_forwards, version)
+    state = (_forward, version)
     cached = _cache.get(position_ids)
     if cached is not None and cached[0] == state and (has_mask or version is not None):
         boundaries: Tensor | None = cached[1]

@@ -78,7 +78,7 @@ def _own_attention(module: ModuleType) -> tuple[str, ...]:
     """
     layers = {
         name: _names_in_code(value)
-        for name, value in vars(module).items()
+        for name, value in tuple(vars(module).items())
         if "attention" in name.lower() and _is_layer(value, module)
     }
     return tuple(

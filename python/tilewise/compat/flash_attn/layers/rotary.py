@@ -10,7 +10,7 @@ operation that has saved the argument for its own backward would read changed va
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -224,6 +224,15 @@ def apply_rotary_emb_kv_(
     return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
 
 
+class Tables(NamedTuple):
+    """Cosines and sines [positions, dim / 2] for q, and for k, which are others with XPos."""
+
+    cos: Tensor
+    sin: Tensor
+    cos_k: Tensor
+    sin_k: Tensor
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding of packed projections, with tables that grow as needed.
 
@@ -248,27 +257,31 @@ class RotaryEmbedding(torch.nn.Module):
             evens = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
             scale = (evens + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
-        self._seq_len_cached = 0
-        self._cos_cached: Optional[Tensor] = None
-        self._sin_cached: Optional[Tensor] = None
-        self._cos_k_cached: Optional[Tensor] = None
-        self._sin_k_cached: Optional[Tensor] = None
+        self._cached: Optional[Tables] = None
 
     def _compute_inv_freq(self, device=None):
         evens = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return 1.0 / self.base ** (evens / self.dim)
 
-    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
-        cached = self._cos_cached
+    @property
+    def _cos_cached(self):
+        return None if self._cached is None else self._cached.cos
+
+    @property
+    def _sin_cached(self):
+        return None if self._cached is None else self._cached.sin
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None) -> Tables:
+        """Tables of at least `seqlen` positions, which another thread does not replace."""
+        cached = self._cached
         if (
             cached is not None
-            and seqlen <= self._seq_len_cached
-            and cached.device == device
-            and cached.dtype == dtype
-            and not (self.training and cached.is_inference())
+            and seqlen <= cached.cos.shape[0]
+            and cached.cos.device == device
+            and cached.cos.dtype == dtype
+            and not (self.training and cached.cos.is_inference())
         ):
-            return
-        self._seq_len_cached = seqlen
+            return cached
         # Computed in fp32 whatever the dtype of the module, because bf16 cannot represent all
         # positions above 256.
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
@@ -277,12 +290,15 @@ class RotaryEmbedding(torch.nn.Module):
         angles = torch.outer(positions, inv_freq.to(device))
         cos, sin = torch.cos(angles), torch.sin(angles)
         if self.scale is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
-        power = (positions - seqlen // 2) / self.scale_base
-        scale = self.scale.to(device, torch.float32) ** power.unsqueeze(-1)
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+            cos, sin = cos.to(dtype), sin.to(dtype)
+            tables = Tables(cos, sin, cos, sin)
+        else:
+            power = (positions - seqlen // 2) / self.scale_base
+            scale = self.scale.to(device, torch.float32) ** power.unsqueeze(-1)
+            exact_tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+            tables = Tables(*(table.to(dtype) for table in exact_tables))
+        self._cached = tables
+        return tables
 
     def forward(
         self,
@@ -307,16 +323,14 @@ class RotaryEmbedding(torch.nn.Module):
         if not isinstance(seqlen_offset, Tensor):
             seqlen_offset = scalar(seqlen_offset)
         max_seqlen = scalar(max_seqlen)
+        tables = self._cached
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        elif isinstance(seqlen_offset, int):
-            rows = qkv.shape[1] + seqlen_offset
-            self._update_cos_sin_cache(rows, device=qkv.device, dtype=qkv.dtype)
-        elif self._cos_cached is None:
+            tables = self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        elif tables is None:
             raise ValueError("max_seqlen is None, but must be given if seqlen_offset is a tensor")
-        cos, sin = self._cos_cached, self._sin_cached
-        scaled = self.scale is not None
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if scaled else (cos, sin)
+        cos, sin, cos_k, sin_k = tables
         options = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
         if kv is None:
             return apply_rotary_emb_qkv_(

@@ -378,10 +378,9 @@ class MHA(nn.Module):
         if cu_seqlens is None:
             return self.rotary_emb(q, kv, seqlen_offset=offset, max_seqlen=max_seqlen)
         rotary = self.rotary_emb
-        rotary._update_cos_sin_cache(max_seqlen, device=q.device, dtype=q.dtype)
-        cos, sin = rotary._cos_cached, rotary._sin_cached
-        scaled = rotary.scale is not None
-        cos_k, sin_k = (rotary._cos_k_cached, rotary._sin_k_cached) if scaled else (cos, sin)
+        cos, sin, cos_k, sin_k = rotary._update_cos_sin_cache(
+            max_seqlen, device=q.device, dtype=q.dtype
+        )
         options = dict(interleaved=rotary.interleaved, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         k, v = kv.unbind(dim=-3)
         k = apply_rotary_emb(k, cos_k, sin_k, **options)
@@ -407,12 +406,12 @@ class MHA(nn.Module):
             q, kv = self._rotate(q, kv, None, inference_params.max_seqlen, seqlens)
         elif self.rotary_emb_dim:
             rotary = self.rotary_emb
-            rotary._update_cos_sin_cache(
+            tables = rotary._update_cos_sin_cache(
                 inference_params.max_seqlen, device=q.device, dtype=q.dtype
             )
             options = dict(
-                rotary_cos=rotary._cos_cached,
-                rotary_sin=rotary._sin_cached,
+                rotary_cos=tables.cos,
+                rotary_sin=tables.sin,
                 rotary_interleaved=rotary.interleaved,
             )
         inner = self.inner_cross_attn
