@@ -87,6 +87,8 @@ def flex(
     sees: Callable[[Tensor, Tensor], Tensor], leaves: Sequence[Tensor], dout: Tensor, rows: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Forward and backward of compiled FlexAttention."""
+    # Else the graphs of all masks count, and beyond a limit it runs uncompiled.
+    torch.compiler.reset()
     block_mask = create_block_mask(
         lambda _b, _h, i, j: sees(i, j), None, None, rows, rows, device=dout.device
     )

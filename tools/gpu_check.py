@@ -35,6 +35,7 @@ from gpu_check.sanitizer import in_words
 from gpu_check.setup import FORCED_FAMILY, Setup
 from gpu_check.stages import STAGES, is_green
 
+RESUMED = ("tests", "sanitizer")  # stages that --resume continues; their times add up
 NO_GPU = {"name": "no GPU", "compute_capability": "0.0", "driver": "none", "memory": "none"}
 
 
@@ -198,6 +199,8 @@ def main() -> int:
             report = {"passed": False, "why": f"{type(error).__name__}: {error}"}
             say(f"  {report['why']}")
         report["seconds"] = round(time.monotonic() - started)
+        if name in RESUMED:
+            report["seconds"] += setup.earlier.get(name, {}).get("seconds", 0)
         result["stages"][name] = report
         in_order = {n: result["stages"][n] for n in STAGES if n in result["stages"]}
         result["stages"] = in_order

@@ -25,7 +25,14 @@ from kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/performance.md", "docs/decode.md", "docs/distributed.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/decode.md",
+    "docs/derivatives.md",
+    "docs/distributed.md",
+    "docs/masks.md",
+)
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -105,6 +112,35 @@ def options(rows: list[Row]) -> str:
             for name, share in shares.items()
         ),
     )
+
+
+def masks(rows: list[Row]) -> str:
+    """TFLOP/s of the visible pairs, beside FlexAttention and the ratio to it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        cells = found.setdefault(row["name"], [])
+        cells.append(f"{row['tflops']['tilewise']:.0f}")
+        peer = row["ratio"].get("Flex")
+        cells.append("-" if peer is None else f"{row['tflops']['Flex']:.0f} ({peer:.2f})")
+    return markdown(
+        ["mask", "forward", "FlexAttention", "backward", "FlexAttention"],
+        ([name, *cells] for name, cells in found.items()),
+    )
+
+
+def derivatives(rows: list[Row]) -> str:
+    """Milliseconds of forward mode and of the double backward, beside PyTorch's MATH."""
+
+    def cells(row: Row) -> list[str]:
+        forward, jvp, backward, double = row["milliseconds"]["tilewise"]
+        math_ms = [f"{x:.0f} ms" for x in row["milliseconds"].get("MATH", ())] or ["-"] * 4
+        return [
+            *(row["name"], f"{forward:.2f} ms", f"{jvp:.0f} ms ({jvp / forward:.0f})", math_ms[1]),
+            *(f"{backward:.2f} ms", f"{double:.0f} ms ({double / backward:.0f})", math_ms[3]),
+        ]
+
+    head = ["", "forward", "forward and `jvp`", "MATH", "backward", "double backward", "MATH"]
+    return markdown(head, map(cells, rows))
 
 
 # (title, contestant of bench_gpu_decode.py, the peer with the same lengths and pages)
@@ -230,6 +266,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hopper": table("bench-h200-peers.json", against_peers),
     "options": table("bench-h100-options.json", options),
     "decoding": table("bench-h100-decode.json", decoding),
+    "masks": table("bench-h200-masks.json", masks),
+    "derivatives": table("bench-h200-derivatives.json", derivatives),
     "cpu-amx": table("cpu-amx.json", cpu, "attention"),
     "distributed-host": table("distributed-prediction.json", predicted_host, "points"),
     "distributed-many": table("distributed-prediction.json", predicted_many, "points"),
