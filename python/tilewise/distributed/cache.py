@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _check, _ops, _torch
 from .._cache import CacheLayout, NewKeys
+from .._check import Window
 from .._kvcache_torch import Checked, checked, run, with_mask
 from .._options import out_dtype_of
 from .._request import Request
@@ -52,7 +53,8 @@ def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     *, group: Any = None, mesh: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
-    cache_leftpad: Any = None, block_table: Any = None, scale: Any = None, softcap: float = 0.0,
+    cache_leftpad: Any = None, block_table: Any = None, causal: bool = False,
+    window: Window = (None, None), scale: Any = None, softcap: float = 0.0,
     sinks: Any = None, num_splits: int = 0, return_lse: bool = False, tf32: bool = False,
     check: bool = False, batch_invariant: bool = False, q_descale: Any = None,
     k_descale: Any = None, v_descale: Any = None, mask: Any = None, key_positions: Any = None,
@@ -61,10 +63,9 @@ def attention_with_kvcache(
     """Attention of queries that all ranks have to a cache of which each rank has some keys.
 
     Each rank calls ``tilewise.attention_with_kvcache`` on its own cache; out and lse of all ranks
-    are then gathered and merged in float32. Each rank may have any of the keys, or none. Every
-    query sees every key that the mask shows to it; a mask needs key_positions. There is no causal,
-    window, ALiBi or rotary embedding, so q and new keys must be rotated before the call. There is
-    no gradient.
+    are then gathered and merged in float32. Each rank may have any of the keys, or none. A mask, a
+    window and causal calls of several rows need key_positions. There is no ALiBi or rotary
+    embedding, so q and new keys must be rotated before the call. There is no gradient.
 
     Args:
         q: [B, Sq, Hq, D], the same on all ranks.
@@ -78,6 +79,10 @@ def attention_with_kvcache(
         cache_batch_idx: As in ``tilewise.attention_with_kvcache``, like everything below.
         cache_leftpad: integer [B].
         block_table: integer [B, width].
+        causal: As in ``tilewise.attention_with_kvcache``: the last query is aligned with the last
+            key of all ranks.
+        window: The same: (left, right) over the keys of all ranks. With a window, and with causal
+            if q has several rows, every call waits for cache_seqlens and the other ranks.
         scale: Factor of q.k.
         softcap: Soft cap of scores.
         sinks: float32 [Hq], the same on all ranks; counted once.
@@ -94,8 +99,9 @@ def attention_with_kvcache(
             rank's keys out of it, so a mask on a GPU is copied to the host. With a Tree, every call
             waits for cache_seqlens and the other ranks. ``Blocks`` have as many rows as q; keys
             beyond theirs are hidden.
-        key_positions: integer [n] or [B, n], ascending, used only with a mask: entry j is the key
-            of the mask that this rank's key j after its left padding is, new keys included. n is at
+        key_positions: integer [n] or [B, n], ascending, used only with a mask, causal or a window:
+            entry j is the key of all ranks that this rank's key j after its left padding is, new
+            keys included, as masks count them. n is at
             least the number of keys that a row of the caches, or of block_table, has room for;
             entries for keys that are not there yet have no effect. None means 0, 1, 2 and so on,
             which is allowed only for a single rank.
@@ -132,12 +138,15 @@ def attention_with_kvcache(
         layout = CacheLayout(cache_batch_idx, cache_leftpad, block_table, num_splits, checks)
         with torch.no_grad():
             call = checked(q, k_cache, v_cache, NewKeys(k, v, cache_seqlens), request, layout)
-        if mask is not None:
+        bounds = _check.window_bounds(causal, window)
+        if bounds == (-1, 0) and q.shape[1] == 1:
+            bounds = (-1, -1)  # the only row sees all keys
+        if mask is not None or bounds != (-1, -1):
             from .cache_mask import CacheMask, Keys
 
             keys = k_cache, v_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-            spread = CacheMask(mask, key_positions, q, Keys(*keys), ranks)
-        return Description(_same(call, request, spread))
+            spread = CacheMask(mask, bounds, key_positions, q, Keys(*keys), ranks)
+        return Description(_same(call, request, spread) | {"window with causal": str(bounds)})
 
     agree(ranks, FUNCTION, describe)
     assert call is not None

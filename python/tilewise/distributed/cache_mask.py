@@ -1,4 +1,7 @@
-"""The part of a mask over a cache whose keys are spread over ranks that shows a rank its keys."""
+"""The part of a mask over a cache whose keys are spread over ranks that shows a rank its keys.
+
+Causal rows and windows are such a mask as well, whose ranges move with the ends of the sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,17 @@ from .._block_lists import Array
 from .._cache import check_cache
 from .._kvcache_torch import cache_lengths, index_tensor
 from .agreement import exchange
-from .mask_parts import MaskPart, Place, Scattered, part_of, tree_as_ranges, whole_mask
+from .layout import Run
+from .mask_parts import (
+    MaskPart,
+    Place,
+    Scattered,
+    band_as_ranges,
+    band_at,
+    part_of,
+    tree_as_ranges,
+    whole_mask,
+)
 from .ranks import Ranks, exchanging
 
 
@@ -30,27 +43,37 @@ class Keys(NamedTuple):
 
 
 class CacheMask:
-    """A mask that was checked, and the places of a rank's keys in it."""
+    """A mask and a window that were checked, and the places of a rank's keys in them."""
 
-    def __init__(self, mask: Any, positions: Any, q: Tensor, keys: Keys, ranks: Ranks) -> None:
-        """Checks the arguments of one rank; nothing is exchanged."""
+    def __init__(
+        self, mask: Any, bounds: Run, positions: Any, q: Tensor, keys: Keys, ranks: Ranks
+    ) -> None:
+        """Checks the arguments of one rank, one of mask and bounds at least; exchanges nothing.
+
+        The bounds are those of the window as the library takes them: -1 means no limit.
+        """
         batch = check_cache(
             q, keys.k_cache, keys.v_cache, keys.block_table, keys.cache_batch_idx, None
         )
         self._q, self._ranks = q, ranks
         rows, table = q.shape[1], keys.block_table
         capacity = keys.k_cache.shape[1] * (1 if table is None else table.shape[1])
-        _check_mask(mask, batch, rows, q.shape[2])
-        self.whole = whole_mask(mask)
+        self.whole = None
+        if mask is not None:
+            _check_mask(mask, batch, rows, q.shape[2])
+            self.whole = whole_mask(mask)
+        self._bounds = bounds
         self._positions = _positions(positions, batch, capacity, ranks)
         self._places: tuple[Place, ...] = tuple(
             ((0, rows), _compact(own)) for own in self._positions
         )
-        self._ends = _ends(self._positions, keys, q) if isinstance(mask, masks.Tree) else None
+        moves = isinstance(mask, masks.Tree) or bounds != (-1, -1)
+        self._ends = _ends(self._positions, keys, q) if moves else None
 
     def longest(self) -> Array | None:
         """Where each sequence ends over all ranks: integer [B]; None where ``own_part`` needs no
-        such number. The rows of a tree see its last keys, which only all ranks together know.
+        such number. A tree and a window are aligned with the last key, which only all ranks
+        together know.
         """
         if self._ends is None or self._ranks.world == 1:
             return self._ends
@@ -59,14 +82,24 @@ class CacheMask:
 
     def own_part(self, longest: Array | None) -> Any:
         """The mask of this rank's keys, counted as they are in its cache; None without any."""
-        device = self._q.device
+        batch, rows, heads, _ = self._q.shape
+        device, whole = self._q.device, self.whole
+        if batch == 0:
+            return None
         part: MaskPart | None
-        if longest is None:
-            part = self.whole.part_at(self._places, device)
+        if whole is None:
+            assert longest is not None
+            part = band_at(self._bounds, rows, tuple(longest.tolist()), self._places, device)
+        elif longest is None:
+            part = whole.part_at(self._places, device)
         else:
-            older = longest - self._q.shape[1]
-            part = part_of(tree_as_ranges(self.whole.mask, older), self._places, device)
-        return None if part is None else part.of_heads((0, self._q.shape[2]))
+            shown = whole.mask
+            if isinstance(shown, masks.Tree):
+                shown = tree_as_ranges(shown, longest - rows)
+            if self._bounds != (-1, -1):
+                shown = shown & band_as_ranges(self._bounds, rows, longest.tolist())
+            part = part_of(shown, self._places, device)
+        return None if part is None else part.of_heads((0, heads))
 
 
 def _check_mask(mask: Any, batch: int, rows: int, heads: int) -> None:
@@ -83,8 +116,8 @@ def _positions(given: Any, batch: int, capacity: int, ranks: Ranks) -> Array:
     if given is None:
         if ranks.world > 1:
             raise ValueError(
-                "key_positions is None with a mask, but must be the places of this rank's keys "
-                "in their sequence, since a rank may have any of them"
+                "key_positions is None with a mask, causal or a window, but must be the places of "
+                "this rank's keys in their sequence, since a rank may have any of them"
             )
         return np.arange(capacity)[None]
     tensor = index_tensor("key_positions", given, torch.device("cpu"))
@@ -129,6 +162,8 @@ def _ends(positions: Array, keys: Keys, q: Tensor) -> Array:
     if padding is not None:
         count = count - padding.cpu().numpy()
     count = count.clip(0, capacity)  # the call refuses lengths beyond the cache
+    if capacity == 0:
+        return np.zeros(batch, np.int64)
     own = np.broadcast_to(positions, (batch, capacity))
-    after = np.concatenate([np.zeros((batch, 1), np.int64), own + np.int64(1)], axis=1)
-    return np.take_along_axis(after, count[:, None], axis=1)[:, 0]
+    last = np.take_along_axis(own, (count - 1).clip(0)[:, None], axis=1)[:, 0]
+    return np.where(count > 0, last.astype(np.int64) + 1, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -284,6 +285,33 @@ def _sizes(places: tuple[Place, ...]) -> tuple[int, int]:
     """The most rows and the most keys of a sequence."""
     keys = (len(k) if isinstance(k, Scattered) else k[1] - k[0] for _, k in places)
     return max(end - begin for (begin, end), _ in places), max(keys)
+
+
+@lru_cache(maxsize=64)
+def band_at(
+    bounds: Run, rows: int, ends: tuple[int, ...], places: tuple[Place, ...], device: torch.device
+) -> MaskPart | None:
+    """The part of a window at the places of its sequences, for the calls of all layers of a step;
+    see ``band_as_ranges``.
+    """
+    return part_of(band_as_ranges(bounds, rows, ends), places, device)
+
+
+def band_as_ranges(bounds: Run, rows: int, ends: Sequence[int]) -> Any:
+    """The ranges that show the pairs that a window shows.
+
+    Args:
+        bounds: left and right as the library takes them; -1 means no limit.
+        rows: Rows of each sequence, of which the last is aligned with the last key.
+        ends: Keys of each sequence, of which there is at least one.
+    """
+    left, right = (_trapezoids.UNBOUNDED if bound < 0 else bound for bound in bounds)
+    parts = []
+    for keys in ends:
+        place = _trapezoids.trapezoid((0, rows), (0, keys))
+        band = _trapezoids.trapezoid((0, rows), (0, keys), keys - rows - left, keys - rows + right)
+        parts.append(_trapezoids.to_ranges(_trapezoids.intersection(band, place)))
+    return rebuilt(Ranges, list(_trapezoids.lists(parts)), ())
 
 
 def tree_as_ranges(tree: Any, older: Array) -> Any:

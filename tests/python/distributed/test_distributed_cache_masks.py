@@ -37,12 +37,18 @@ MASKS: dict[str, dict[str, Any]] = {
     "blocks per sequence and head": {"mask_blocks": "bh", "dtype": "fp16"},
     "tree": {},
     "trees": {"max_logits": True, "softcap": 1.5},
+    "causal": {"window": (-1, 0)},
+    "window": {"window": (40, 2), "sinks": True, "max_logits": True},
+    "left of the rows": {"window": (-1, 3), "dtype": "bf16"},
+    "causal ranges": {"window": (-1, 0), "mask_ranges": EACH},
+    "window of blocks": {"window": (150, 0), "mask_blocks": "bh"},
+    "window of trees": {"window": (4, 4)},
 }
 SPREADS = ("interleaved", "contiguous", "any")
 
 
 def problem(name: str) -> tuple[Built, Any]:
-    """The problem over the whole cache, and its mask."""
+    """The problem over the whole cache, and its mask; without one it has a window."""
     b = Built(Case(
         rows=(ROWS,) * 3, keys=(KEYS,) * 3, used_k=ENDS, leftpad=PADDING, heads_kv=2, group=2,
         head_dim=16, head_dim_v=8, seed=4, **MASKS[name],
@@ -55,6 +61,8 @@ def problem(name: str) -> tuple[Built, Any]:
         e = np.array([r for own in lists for r in own], np.int32)
         starts = np.cumsum([0, *map(len, lists)])
         return b, masks.Ranges(e[:, :2], e[:, 2:4], e[:, 4], starts=starts)
+    if "tree" not in name:
+        return b, None
     tree = TREE if name == "tree" else BITS
     b.mask = np.zeros((3, 1, ROWS, KEYS), bool)
     for s, i, j in np.ndindex(3, ROWS, KEYS):
@@ -62,6 +70,10 @@ def problem(name: str) -> tuple[Built, Any]:
         bits = int(tree.bits.view(np.uint64)[s % tree.batch, i])
         b.mask[s, 0, i, j] = j < older or (j < older + ROWS and bits >> (j - older) & 1)
     return b, tree
+
+
+def window_of(b: Built) -> tuple[int | None, ...]:
+    return tuple(None if bound < 0 else bound for bound in b.case.window)
 
 
 def spread(how: str, rank: int, world: int) -> tuple[list[np.ndarray], torch.Tensor]:
@@ -116,8 +128,8 @@ def decode(group, name: str, how: str):
         caches = [x.reshape(count, 4, *x.shape[2:]).flip(0).contiguous() for x in caches]
     results = td.attention_with_kvcache(
         b.q.to(device()), *caches, *new, group=group, mask=mask, key_positions=positions,
-        scale=b.scale, cache_seqlens=torch.tensor(used), cache_leftpad=torch.tensor(padding),
-        block_table=table, softcap=b.case.softcap,
+        window=window_of(b), scale=b.scale, cache_seqlens=torch.tensor(used),
+        cache_leftpad=torch.tensor(padding), block_table=table, softcap=b.case.softcap,
         sinks=None if b.sinks is None else b.sinks.to(device()), return_lse=True,
         return_max_logits=b.case.max_logits, num_splits=3 if how == "any" else 0,
         out_dtype=b.out.view.dtype,
@@ -132,8 +144,8 @@ def test_a_rank_sees_its_keys_of_the_mask(pool, name):
     yard = None if b.case.dtype == "fp32" else yardstick.errors(b, want)
     whole = tilewise.attention_with_kvcache(
         b.q, b.k, b.v, cache_seqlens=torch.tensor(ENDS), cache_leftpad=torch.tensor(PADDING),
-        mask=mask, scale=b.scale, softcap=b.case.softcap, sinks=b.sinks, return_lse=True,
-        return_max_logits=b.case.max_logits, out_dtype=b.out.view.dtype,
+        mask=mask, window=window_of(b), scale=b.scale, softcap=b.case.softcap, sinks=b.sinks,
+        return_lse=True, return_max_logits=b.case.max_logits, out_dtype=b.out.view.dtype,
     )  # fmt: skip
     if name == "ranges":
         assert np.isneginf(want.lse).any()
@@ -160,6 +172,24 @@ def test_one_rank_needs_no_positions(mask):
     for positions in (None, torch.arange(9)):
         out = td.attention_with_kvcache(q, k, v, key_positions=positions, **given)
         torch.testing.assert_close(out, want)
+
+
+def causal_steps(group):
+    """One row per sequence: causal changes nothing, and needs no positions. Also no sequences."""
+    rank = torch.distributed.get_rank(group)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, n, 2, 8, generator=generator).to(device()) for n in (1, 9, 9))
+    given = {"group": group, "cache_seqlens": 9 - rank}
+    causal = td.attention_with_kvcache(q, k, v, causal=True, **given)
+    places = torch.arange(rank, 20, 2)
+    none = td.attention_with_kvcache(
+        q[:0], k[:0], v[:0], window=(3, 0), key_positions=places, **given
+    )
+    return torch.equal(causal, td.attention_with_kvcache(q, k, v, **given)), tuple(none.shape)
+
+
+def test_one_causal_row_sees_all_keys(pool):
+    assert pool.run(2, causal_steps) == [(True, (0, 1, 2, 8))] * 2
 
 
 def refused(group, kind):
@@ -212,7 +242,7 @@ REFUSALS = {
     "tree": "mask is a tree of 2 rows, but q has 3",
     "batch": "mask has batch 3, but must have 1 or 2 like q",
     "heads": "mask has heads 3, but must have 1 or 2 like q",
-    "none": "key_positions is None with a mask, but must be the places of this rank's keys",
+    "none": "key_positions is None with a mask, causal or a window, but must be the places of this",
     "short": "key_positions has shape [7], but must be [n] or [2, n], with n of at least 8",
     "batch of positions": "key_positions has shape [3, 8], but must be [n] or [2, n]",
     "order": "key_positions[4] is 5, but must be at least 0 and above the entry before it",

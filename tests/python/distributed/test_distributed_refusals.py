@@ -129,6 +129,8 @@ def decoded(world: int, heads: int) -> Call:
         "check": ["text", 2],
         "mask": [np.ones((3, 3)), "text", ranges(5), ranges(1)],  # the last without key_positions
         "key_positions": [],  # see below
+        "causal": ["yes", True],
+        "window": [5, (1,), ("a", 0), (2**63, 0), (4, 0)],  # the last without key_positions
         "mesh": [MESH],
     }
     if not CUDA:  # the entries of index tensors, which a GPU reads when it computes
