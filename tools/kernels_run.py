@@ -34,6 +34,7 @@ RESULTS = ROOT / "docs" / "results"
 PRESETS = ROOT / "CMakePresets.json"
 # Families whose kernels the native tests of these GPUs alone run; no GPU has run those of tcgen05.
 NATIVE: dict[str, set[str]] = {"wgmma": {"90"}, "tcgen05": set()}
+OURS = "_ZN8tilewise4cuda"  # a symbol of the namespace
 # A kernel as the ledger names it: family, kernel, table, element, D, form.
 Kernel = tuple[str, ...]
 
@@ -57,13 +58,14 @@ def symbols(library: Path) -> dict[int, str]:
 
 
 def launched(folder: Path, library: Path) -> set[Kernel]:
-    """The kernels that processes have recorded in the folder (src/cuda/launch_list.h)."""
+    """The kernels that processes have recorded in the folder (src/cuda/launch_list.h), also those
+    that the ledger does not have yet.
+    """
     lines = {x for path in folder.iterdir() if path.is_file() for x in path.read_text().split()}
     addresses = {x for x in lines if x.startswith("+")}
     functions = symbols(library) if addresses else {}
-    return {
-        named(functions.get(int(x[1:], 16), x) if x in addresses else x) for x in lines
-    } & known()
+    names = {functions.get(int(x[1:], 16), x) if x in addresses else x for x in lines}
+    return {named(x) for x in names if x.startswith(OURS)}
 
 
 def inside(library: Path) -> set[Kernel]:
@@ -76,7 +78,7 @@ def inside(library: Path) -> set[Kernel]:
     if not any("8emulator" in name for name in functions):
         found = cuda_ledger.costs(library, cuda_ledger.find_cuobjdump())
         return {named(name) for _, name, _ in found}
-    ours = {named(name) for name in functions if name.startswith("_ZN8tilewise4cuda")}
+    ours = {named(name) for name in functions if name.startswith(OURS)}
     return ours & known()
 
 

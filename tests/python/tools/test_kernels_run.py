@@ -82,6 +82,9 @@ def test_launched_kernels_are_compared_with_the_library(tmp_path, monkeypatch):
     assert kernels_run.not_launched(library, tmp_path) == [left]
     (tmp_path / "18").write_text(FORWARD + "\n")
     assert kernels_run.not_launched(library, tmp_path) == []
+    # A kernel that is newer than the ledger has run, too.
+    monkeypatch.setattr(kernels_run, "known", lambda: {kernels_run.named(SMALL)})
+    assert kernels_run.launched(tmp_path, library) == kernels
 
 
 def test_reading_machine_code_needs_cuobjdump(monkeypatch):
