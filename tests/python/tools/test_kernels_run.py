@@ -82,7 +82,7 @@ def test_launched_kernels_are_compared_with_the_library(tmp_path, monkeypatch):
     assert kernels_run.not_launched(library, tmp_path) == [left]
     (tmp_path / "18").write_text(FORWARD + "\n")
     assert kernels_run.not_launched(library, tmp_path) == []
-    # A kernel that is newer than the ledger has run, too.
+    # So has a kernel that is newer than the ledger.
     monkeypatch.setattr(kernels_run, "known", lambda: {kernels_run.named(SMALL)})
     assert kernels_run.launched(tmp_path, library) == kernels
 
