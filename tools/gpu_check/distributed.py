@@ -41,7 +41,7 @@ def tests(setup: Setup, transports: list[str], limit: float) -> Report:
         env = setup.python() | TRANSPORTS[name]
         # The problems and the oracle are on the CPU; the ranks move their parts to their GPUs.
         env |= {"TILEWISE_TEST_DEVICES": "cpu", "TILEWISE_TEST_DISTRIBUTED": "cuda"}
-        # What is moved differs between the files, how it is moved does not.
+        # The other files differ in what is moved, not in how.
         files = TESTS if name == "messages" else TESTS[:1]
         shares.append(suite.Share(name, 0, 1, setup.logs / "distributed", env, files))
     suite.run_shares(shares, limit=limit, each=limit)
