@@ -146,6 +146,14 @@ struct WideScratch {
         from(arena.take<const Float8*>(p.kv_float8 != 0 ? keys : 0)) {}
 };
 
+// Where weights are rounded for the product with V, an out in fp32 is divided by the sum of the
+// rounded weights. A row whose weight is nearly all on one key then has the value of that key, not
+// one that is off by the rounding, and delta of the backward cancels against dP of that key. An out
+// of 16 bits would gain little, because it is rounded as much itself.
+TILEWISE_FN bool divides_by_rounded_sum(const Problem& p) {
+  return dtypes_of(p).out == TILEWISE_FLOAT32;
+}
+
 struct ForwardScratch {
   Extent qk;       // of head_dim
   Extent dv;       // of head_dim_v
@@ -162,6 +170,7 @@ struct ForwardScratch {
   float* o;                // [panel][dv][lane]
   float* m;                // [lane], in the units of S
   float* l;                // [lane]
+  float* rounding;         // [lane]: the rounding errors of the weights in l; null: not wanted
   bool* huge;              // [lane]: whether the row has to be computed again
   float* max_logits;       // [lane]: of the keys so far; null: not wanted
   const void** rows;       // addresses being packed
@@ -189,6 +198,8 @@ struct ForwardScratch {
         o(arena.take<float>(panels * dv.m * s.panel)),
         m(arena.take<float>(panels * s.panel)),
         l(arena.take<float>(panels * s.panel)),
+        rounding(s.pair > 1 && divides_by_rounded_sum(p) ? arena.take<float>(panels * s.panel)
+                                                         : nullptr),
         huge(arena.take<bool>(panels * s.panel)),
         max_logits(p.max_logits != nullptr ? arena.take<float>(panels * s.panel) : nullptr),
         rows(arena.take<const void*>(max<int64_t>(panels * s.panel, s.tile_k))),
@@ -204,12 +215,13 @@ struct DecodeScratch {
   int64_t tile_k;
   int64_t o_ld;
   LaneScratch lanes;
-  float* q;       // [row][column], in the layout of the reads of K
-  float* s_tile;  // [row][key]
-  float* o;       // [row][column], in the order of the reads of V
-  float* m;       // [row], in the units of S
-  float* l;       // [row][lane]: sums of every W-th key
-  bool* huge;     // [row]: whether the row has to be computed again
+  float* q;         // [row][column], in the layout of the reads of K
+  float* s_tile;    // [row][key]
+  float* o;         // [row][column], in the order of the reads of V
+  float* m;         // [row], in the units of S
+  float* l;         // [row][lane]: sums of every W-th key
+  float* rounding;  // [row][lane]: the rounding errors of the weights in l; null: not wanted
+  bool* huge;       // [row]: whether the row has to be computed again
   const void** rows;
   WideScratch wide_k, wide_v;
   MaskScratch mask;
@@ -223,6 +235,9 @@ struct DecodeScratch {
         o(arena.take<float>(kDecodeRows * o_ld)),
         m(arena.take<float>(kDecodeRows)),
         l(arena.take<float>(kDecodeRows * s.lanes)),
+        rounding(divides_by_rounded_sum(p) && dtypes_of(p).q == TILEWISE_BFLOAT16
+                     ? arena.take<float>(kDecodeRows * s.lanes)
+                     : nullptr),
         huge(arena.take<bool>(kDecodeRows)),
         rows(arena.take<const void*>(4 * tile_k)),
         wide_k(p, s.tile_k, p.head_dim, arena),

@@ -145,6 +145,7 @@ struct Decode : DecodeScratch {
       F sum{};
       sum[0] = state.l;
       store(l + row * W, sum);
+      if (rounding != nullptr) store(rounding + row * W, F{});
       for (int64_t c = 0; c < o_ld; c += W) store(o_of(row) + c, F{});
     });
   }
@@ -190,6 +191,7 @@ struct Decode : DecodeScratch {
       const F alpha = scaling.alpha(splat(m[row]), splat(highest));
       m[row] = highest;
       store(l + row * W, load(l + row * W) * alpha);
+      if (rounding != nullptr) store(rounding + row * W, load(rounding + row * W) * alpha);
       for (int64_t c = 0; c < o_ld; c += W) store(o_of(row) + c, load(o_of(row) + c) * alpha);
     }
     return exponent_base(m[row]);
@@ -228,14 +230,18 @@ struct Decode : DecodeScratch {
     const SoftmaxScaling<T> w_of = scaling;
     const int64_t batch_head = dropout_head(p, s.batch, head);
     F sum{};
+    F added{};
+    const bool has_rounding = Reader::kRoundsWeights && rounding != nullptr;
     for (int64_t i = 0; i < padded; i += W) {
       F w = exp2<kExpDegree<T>>(w_of.template exponent<kFused>(load(at + i), base));
       sum = sum + w;
       if (dropout.on())
         w = w * keep_scale_of_keys(dropout, batch_head, lanes.row[lane], keys.begin + i);
       Reader::store_weights(at, i, w);
+      if (has_rounding) added = added + bf16_rounding(w, F{});
     }
     store(l + row * W, load(l + row * W) + sum);
+    if (has_rounding) store(rounding + row * W, load(rounding + row * W) + added);
   }
 
   TILEWISE_FN void add_to_o(int64_t row, int64_t c, const F (&sum)[kParts]) const {
@@ -313,9 +319,11 @@ struct Decode : DecodeScratch {
     }
   }
 
-  // out = o / l and lse = m + log(l).
+  // out = o / l, where l may be that of the rounded weights, and lse = m + log(l).
   TILEWISE_FN void finish(int64_t row, int64_t lane, int64_t h, float sum) const {
-    const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / sum;
+    float divisor = sum;
+    if (rounding != nullptr) divisor += sum_lanes(load(rounding + row * W)) / dropout.keep_scale;
+    const float factor = sum == 0.0f ? 0.0f : unit_of_v(h) / divisor;
     const LogSums sums = lse_of(splat(m[row]), splat(sum), scaling);
     if (task.partial_out != nullptr) {
       const int64_t at = h * task.partial_stride + lane;

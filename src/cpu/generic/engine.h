@@ -108,6 +108,8 @@ struct DotEngine {
                                           int64_t lane, F w0, F w1) {
     store_as(b + key / 2 * ld + lane, interleave_bf16(w0, w1));
   }
+  // The rounding error of w0 + w1 as stored.
+  TILEWISE_FN static F rounding_of_weights(F w0, F w1) { return bf16_rounding(w0, w1); }
   TILEWISE_FN static float weight_b(const uint32_t* b, int64_t, int64_t ld, int64_t key,
                                     int64_t lane) {
     const uint32_t unit = b[key / 2 * ld + lane];

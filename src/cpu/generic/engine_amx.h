@@ -145,6 +145,11 @@ struct AmxSplitEngine {
                                           int64_t lane, F w0, F w1) {
     store_units(b + key / 2 * ld + lane, plane, SplitPairs::of(w0, w1));
   }
+  TILEWISE_FN static F rounding_of_weights(F w0, F w1) {
+    const U high = interleave_bf16(w0, w1);
+    return bf16_rounding(w0 - reinterpret_cast<F>(high << 16),
+                         w1 - reinterpret_cast<F>(high & 0xffff0000u));
+  }
   TILEWISE_FN static float weight_b(const uint32_t* b, int64_t plane, int64_t ld, int64_t key,
                                     int64_t lane) {
     const uint32_t* const at = b + key / 2 * ld + lane;

@@ -78,6 +78,7 @@ struct Forward : ForwardScratch {
       const SoftmaxState state = first_state(task, lanes.head[lane], scaling);
       m[lane] = state.m;
       l[lane] = state.l;
+      if (rounding != nullptr) rounding[lane] = 0.0f;
       if (max_logits != nullptr) max_logits[lane] = kMinusInfinity;
     }
     for (bool& panel_has : summed) panel_has = false;
@@ -141,8 +142,11 @@ struct Forward : ForwardScratch {
       const F raised = outgrown ? highest : old;
       const F factor = outgrown ? scaling.alpha(old, raised) : splat(1.0f);
       store(m_at, raised);
-      float* const l_at = l + panel * S.panel + lane;
-      store(l_at, load(l_at) * factor);
+      for (float* const sums : {l, rounding})
+        if (sums != nullptr) {
+          float* const at = sums + panel * S.panel + lane;
+          store(at, load(at) * factor);
+        }
       float* o_at = o + panel * dv.m * S.panel + lane;
       for (int64_t d = 0; summed[panel] && d < dv.m; ++d, o_at += S.panel)
         store(o_at, load(o_at) * factor);
@@ -151,10 +155,12 @@ struct Forward : ForwardScratch {
     return scaling.base(now == kMinusInfinity ? F{} : now);
   }
 
-  // P^T = 2^((S^T - m) c) for W lanes; l grows by the column sums before dropout.
-  template <bool kDropout, bool kFused>
+  // P^T = 2^((S^T - m) c) for W lanes; l grows by the column sums before dropout, and `rounding` by
+  // the errors of the weights after dropout as the engine stores them.
+  template <bool kDropout, bool kFused, bool kRounding>
   TILEWISE_FN void exponentiate(int64_t panel, int64_t lane, Range strip, Range keys, F base) {
     F sum[4] = {};
+    F added{};
     const SoftmaxScaling<T> w_of = scaling;
     KeepMask keep;
     const float* from = s_tile + lane;
@@ -171,7 +177,12 @@ struct Forward : ForwardScratch {
           if constexpr (kDropout) w[j] = w[j] * keep.scale(dropout, key + i + j);
         }
         E::store_weights_b(to, weights_plane, S.panel, key + i, lane, w[0], w[1]);
+        if constexpr (kRounding) added += E::rounding_of_weights(w[0], w[1]);
       }
+    }
+    if constexpr (kRounding) {
+      float* const rounding_at = rounding + panel * S.panel + lane;
+      store(rounding_at, load(rounding_at) + added);
     }
     float* const l_at = l + panel * S.panel + lane;
     store(l_at, load(l_at) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
@@ -192,9 +203,17 @@ struct Forward : ForwardScratch {
   TILEWISE_FN void exponentiate_fused(int64_t panel, int64_t lane, Range strip, Range keys,
                                       F base) {
     if (dropout.on())
-      exponentiate<true, kFused>(panel, lane, strip, keys, base);
+      exponentiate_dropped<true, kFused>(panel, lane, strip, keys, base);
     else
-      exponentiate<false, kFused>(panel, lane, strip, keys, base);
+      exponentiate_dropped<false, kFused>(panel, lane, strip, keys, base);
+  }
+  template <bool kDropout, bool kFused>
+  TILEWISE_FN void exponentiate_dropped(int64_t panel, int64_t lane, Range strip, Range keys,
+                                        F base) {
+    if (rounding != nullptr)
+      exponentiate<kDropout, kFused, (S.pair > 1)>(panel, lane, strip, keys, base);
+    else
+      exponentiate<kDropout, kFused, false>(panel, lane, strip, keys, base);
   }
 
   // O^T += V^T P^T, plus the rows that were removed from V where their weight is not 0.
@@ -338,7 +357,8 @@ struct Forward : ForwardScratch {
     return round_up(keys.size(), PackedProducts<E>::kKeyStep);
   }
 
-  // out = O / l and lse = m + log(l), lane by lane, either of the huge rows or of all others.
+  // out = O / l, where l may be that of the rounded weights, and lse = m + log(l), lane by lane,
+  // either of the huge rows or of all others.
   TILEWISE_FN void finish(bool of_huge) {
     const int64_t used_panels = ceil_div(lanes.count, S.panel);
     for (int64_t panel = 0; panel < used_panels; ++panel) {
@@ -353,7 +373,8 @@ struct Forward : ForwardScratch {
     const int64_t first = panel * S.panel + lane;
     const int64_t valid = min<int64_t>(W, lanes.count - first);
     const F sum = load(l + first);
-    const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / sum;
+    const F divisor = rounding == nullptr ? sum : sum + load(rounding + first) / dropout.keep_scale;
+    const F inverse = sum == 0.0f ? F{} : v_descale(p, s.batch, task.kv_head) / divisor;
     const LogSums sums = lse_of(load(m + first), sum, scaling);
     const float* const o_lanes = o + panel * dv.m * S.panel + lane;
     // Calls address(lane, i) for each of the lanes to write, and stores them there.

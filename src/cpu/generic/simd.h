@@ -310,6 +310,13 @@ TILEWISE_FN U interleave_bf16(F low, F high) {
 #endif
 }
 
+// The error of low + high, in each lane, after both were rounded to bf16.
+TILEWISE_FN F bf16_rounding(F low, F high) {
+  const U rounded = interleave_bf16(low, high);
+  return (reinterpret_cast<F>(rounded << 16) - low) +
+         (reinterpret_cast<F>(rounded & 0xffff0000u) - high);
+}
+
 // Instructions for pairs of bf16. `dot_bf16` adds to each lane of `sum` the two products of the
 // bf16 in that lane of a and b. `pairs_low` interleaves the first four of every 8 numbers of a and
 // b, `pairs_high` the last four.

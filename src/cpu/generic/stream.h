@@ -155,6 +155,7 @@ struct Stream {
   }
 
   // The weights of W keys overwrite their scores; those of kKeys keys are applied together.
+  static constexpr bool kRoundsWeights = false;  // to bf16
   TILEWISE_FN static void store_weights(float* row, int64_t key, F p) { store(row + key, p); }
   TILEWISE_FN static float weight(const float* row, int64_t key) { return row[key]; }
   TILEWISE_FN static Values values(const Read (&read)[kKeys]) {
@@ -200,6 +201,7 @@ struct Stream<BFloat16> {
   TILEWISE_FN static F dot(F sum, Read q, Read k) { return multiply_add(sum, q, k); }
 
   // A weight is half as wide as a score, so no score is overwritten before it has been read.
+  static constexpr bool kRoundsWeights = true;
   TILEWISE_FN static void store_weights(float* row, int64_t key, F p) {
     from_fp32(reinterpret_cast<BFloat16*>(row) + key, p);
   }

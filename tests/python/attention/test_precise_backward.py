@@ -10,8 +10,9 @@ import torch
 
 import capi
 import tilewise
-from cases import Built, flat, run
-from saturated import SATURATED, bound, error
+from cases import Built, flat, float64, run
+from rounded_weights import same_out
+from saturated import CASES_IN_BF16, SATURATED, bound, error
 
 
 def of_attention(b: Built, precise: bool, **options) -> list[np.ndarray]:
@@ -38,7 +39,20 @@ def test_saturated_rows(device):
                 for b in (Built(replace(SATURATED, seed=seed)) for seed in range(40))
             ])  # fmt: skip
         assert (rounded > 0.1).sum() > 3, target
-        assert precise.max() < bound(device.name), target
+        assert precise.max() < bound(device.name, "fp16"), target
+
+
+@pytest.mark.parametrize("name", CASES_IN_BF16)
+def test_saturated_rows_of_bf16_on_cpus(name):
+    """Kernels that round weights to bf16 have to divide out by the sum of the rounded weights: else
+    it is off by up to 2^-8, as if it had been rounded itself."""
+    for target in capi.targets():
+        with capi.on(target):
+            errors = [
+                error(b, of_abi(b, True))
+                for b in (Built(replace(CASES_IN_BF16[name], seed=seed)) for seed in range(40))
+            ]
+        assert max(errors) < bound("cpu", "bf16"), (target, max(errors))
 
 
 @pytest.mark.tensors
@@ -48,7 +62,7 @@ def test_autograd_keeps_out_in_float32(device):
         precise = of_attention(b, True, deterministic=True)
         wide = of_attention(b, False, deterministic=True, out_dtype=torch.float32)
         assert all(np.array_equal(x, y) for x, y in zip(precise, wide, strict=True))
-        assert error(b, precise) < bound(device.name)
+        assert error(b, precise) < bound(device.name, "fp16")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,15 +75,17 @@ def test_out_is_that_without_the_option(dtype, options):
         return tilewise.attention(q, k, v, return_lse=True, **options, **more)
 
     plain, precise = results(q, k, v), results(q, k, v, precise_backward=True)
-    assert all(torch.equal(x, y) for x, y in zip(plain, precise, strict=True))
+    kernel = tilewise.explain(q, k, v, **options).forward.kernel
+    assert same_out(float64(precise[0]), float64(plain[0]), kernel)
+    assert all(torch.equal(x, y) for x, y in zip(plain[1:], precise[1:], strict=True))
     wide = results(q, k, v, precise_backward=True, out_dtype=torch.float32)[0]
-    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), plain[0])
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), precise[0])
     starts = torch.tensor([0, 15, 40], dtype=torch.int32)
     packed = [
         tilewise.attention_varlen(q[0], k[0], v[0], starts, starts, precise_backward=precise)
         for precise in (False, True)
     ]
-    assert torch.equal(*packed)
+    assert same_out(*map(float64, packed[::-1]), kernel)
 
 
 def test_compiled_and_of_second_order():
