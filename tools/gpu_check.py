@@ -36,6 +36,7 @@ from gpu_check.setup import FORCED_FAMILY, Setup
 from gpu_check.stages import STAGES, is_green
 
 RESUMED = ("tests", "sanitizer")  # stages that --resume continues; their times add up
+SHOWN = 12  # objections of a stage that the text of a result has; its JSON has all
 NO_GPU = {"name": "no GPU", "compute_capability": "0.0", "driver": "none", "memory": "none"}
 
 
@@ -58,7 +59,9 @@ def details(stage: dict[str, Any]) -> list[str]:
     """The lines below a stage's own line."""
     lines = [stage[key] for key in ("why", "not_run") if isinstance(stage.get(key), str)]
     lines += [f"NOT run: {x}" for x in stage.get("left_out", ())]
-    lines += stage.get("objections", ())[:12]
+    objections = stage.get("objections", ())
+    lines += objections[:SHOWN]
+    lines += [f"and {len(objections) - SHOWN} more"] if len(objections) > SHOWN else []
     for part, value in stage.items():
         if isinstance(value, dict) and "not_run" in value:
             counted = ", ".join(f"{n.replace('_', ' ')} {c}" for n, c in value.items()

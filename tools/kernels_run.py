@@ -34,7 +34,7 @@ RESULTS = ROOT / "docs" / "results"
 PRESETS = ROOT / "CMakePresets.json"
 # Families whose kernels the native tests of these GPUs alone run; no GPU has run those of tcgen05.
 NATIVE: dict[str, set[str]] = {"wgmma": {"90"}, "tcgen05": set()}
-OURS = "_ZN8tilewise4cuda"  # a symbol of the namespace
+OURS = "_ZN8tilewise4cuda"  # how symbols of the namespace tilewise::cuda begin
 # A kernel as the ledger names it: family, kernel, table, element, D, form.
 Kernel = tuple[str, ...]
 

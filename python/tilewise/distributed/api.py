@@ -75,6 +75,7 @@ def attention(
         ranks.
 
     Raises:
+        NotImplementedError: a transform of torch.func is active, and there are several ranks.
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device, range, or differs between ranks.
         RuntimeError: another rank has stopped, or no kernel can run the problem.
@@ -140,6 +141,7 @@ def attention_varlen(
         max_logits, float32 [sequences, heads_q], the same on all ranks.
 
     Raises:
+        NotImplementedError: a transform of torch.func is active, and there are several ranks.
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device, range, or differs between ranks.
         RuntimeError: another rank has stopped, or no kernel can run the problem.

@@ -100,11 +100,10 @@ def attention_with_kvcache(
             waits for cache_seqlens and the other ranks. ``Blocks`` have as many rows as q; keys
             beyond theirs are hidden.
         key_positions: integer [n] or [B, n], ascending, used only with a mask, causal or a window:
-            entry j is the key of all ranks that this rank's key j after its left padding is, new
-            keys included, as masks count them. n is at
-            least the number of keys that a row of the caches, or of block_table, has room for;
-            entries for keys that are not there yet have no effect. None means 0, 1, 2 and so on,
-            which is allowed only for a single rank.
+            entry j is the place of this rank's key j among the keys of all ranks. Both count from
+            the left padding on, new keys included. n is at least the number of keys that a row of
+            the caches, or of block_table, has room for; entries for keys that are not there yet
+            have no effect. None means 0, 1, 2 and so on, which is allowed only for a single rank.
         return_max_logits: Whether max_logits is returned.
         out_dtype: As in ``tilewise.attention``, the same on all ranks. It is also the dtype of the
             parts that are merged, so with float32 nothing is rounded.
@@ -114,6 +113,7 @@ def attention_with_kvcache(
         [B, Hq, Sq]; with return_max_logits also max_logits, float32 [B, Hq].
 
     Raises:
+        NotImplementedError: a transform of torch.func is active, and there are several ranks.
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device, range, or differs between ranks.
         RuntimeError: another rank has stopped, or no kernel can run the problem.
@@ -180,8 +180,8 @@ def _same(call: Checked, request: Request, spread: CacheMask | None) -> dict[str
 def _attend(ranks: Ranks, call: Checked, spread: CacheMask | None) -> list[Tensor]:
     """out, lse and, if requested, max_logits for the keys of all ranks.
 
-    The others wait for the part of a rank whose call fails after the checks. It sends NaN instead,
-    and raises its error. On CPUs the others are told and raise as well; on GPUs, where they would
+    If the call of a rank fails after the checks, the others wait for its part, so it sends NaN and
+    then raises its error. On CPUs the others are told and raise as well; on GPUs, whose hosts would
     have to wait for the message to read it, their results are NaN.
     """
     longest = None if spread is None else spread.longest()

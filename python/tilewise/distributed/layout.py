@@ -244,6 +244,8 @@ def unshard(
 
     Raises:
         IndexError: x has no dimension dim.
+        NotImplementedError: a transform of torch.func is active, and there are several ranks.
+        TypeError: x is not a dense tensor.
         ValueError: x has another number of rows than the layout gives this rank, or the arguments
             of the ranks differ.
         RuntimeError: another rank has stopped.

@@ -18,7 +18,7 @@ def check_transport(device: torch.device | None) -> str:
     """The name of the transport, which the environment of all ranks must give alike.
 
     Raises:
-        ValueError: the environment names another one than "messages" or "copies".
+        ValueError: the environment names neither "messages" nor "copies".
         ImportError: what "copies" needs on a GPU is not installed.
     """
     name = os.environ.get(VARIABLE, "messages")

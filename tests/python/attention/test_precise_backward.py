@@ -44,8 +44,9 @@ def test_saturated_rows(device):
 
 @pytest.mark.parametrize("name", CASES_IN_BF16)
 def test_saturated_rows_of_bf16_on_cpus(name):
-    """Kernels that round weights to bf16 have to divide out by the sum of the rounded weights: else
-    it is off by up to 2^-8, as if it had been rounded itself."""
+    """Kernels that round weights to bf16 must divide a float32 `out` by the sum of the rounded
+    weights: else it is off by up to 2^-8, as if it had been rounded itself.
+    """
     for target in capi.targets():
         with capi.on(target):
             errors = [

@@ -77,8 +77,9 @@ def same(x, y) -> bool:
 
 
 def same_outs(precise, plain) -> bool:
-    """The same for outs, of which a kernel of a CPU that rounds weights divides only the plain one
-    by their sum before it rounds them."""
+    """The same for the out of precise_backward and the plain one, which CPU kernels that round
+    weights divide by different sums (``rounded_weights``).
+    """
     if CUDA:
         return same(precise, plain)
     kernel = tilewise.explain(*[plain.new_empty(1, 9, 1, 8)] * 3).forward.kernel

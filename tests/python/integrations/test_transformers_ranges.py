@@ -27,7 +27,7 @@ from tilewise.integrations import _bool_masks  # noqa: E402
 from tilewise.integrations import _masks as integration_masks  # noqa: E402
 from tilewise.integrations.transformers._compact import CompactMask  # noqa: E402
 
-pytestmark = [m for m in hf_models.MARKS if m.name != "tensors"]  # GPUs compute no masks yet
+pytestmark = [m for m in hf_models.MARKS if m.name != "tensors"]  # ranges are made on CPUs only
 LENGTH = 40
 LEFT, RIGHT = torch.ones(2, LENGTH).bool(), torch.ones(2, LENGTH).bool()
 LEFT[0, :7], RIGHT[1, 30:] = False, False

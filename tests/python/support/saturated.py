@@ -42,7 +42,7 @@ def error(b: Built, got: list[np.ndarray]) -> float:
 
 def bound(device: str, dtype: str) -> float:
     """dq and dk are rounded to the dtype, and on tensor cores and units for bf16 the derivatives of
-    the scores are as well. Only CPUs are known to hold that of bf16.
+    the scores are as well. The bound of bf16 has been tested on CPUs only.
     """
     if dtype == "bf16":
         return 2.0**-7

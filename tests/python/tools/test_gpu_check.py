@@ -446,6 +446,9 @@ def test_text_of_a_result(main):
     result["stages"]["models"] = {"passed": True, "seconds": 1, "left_out": ["MiniLM: no x"],
                                   "tests": table(3)}  # fmt: skip
     assert "NOT run: MiniLM: no x\n  tests: passed 3" in main.table(result)
+    for count, last in ((12, "  line 11\n"), (13, "  line 11\n  and 1 more\n")):
+        result["stages"]["tests"]["objections"] = [f"line {i}" for i in range(count)]
+        assert last + "  native" in main.table(result)
 
 
 def test_a_result_of_the_same_kernels_is_continued(main, monkeypatch):
