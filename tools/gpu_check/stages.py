@@ -237,7 +237,7 @@ def tests(setup: Setup, limit: float) -> Report:
         report[name]["failures"] = suite.failures(of_suite)
         if left := suite.left(of_suite):
             report[name]["left"] = left
-        report[name]["skips"] = before.get("skips") or suite.skips(of_suite)
+        report[name]["skips"] = dict(Counter(before.get("skips", {})) + suite.skips(of_suite))
         for failure in report[name]["failures"][:12]:
             say(f"    FAILED {failure['test']}")
     passed = all(is_green(found) for found in report.values())

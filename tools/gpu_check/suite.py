@@ -167,13 +167,11 @@ def failures(shares: list[Share], most: int = 300) -> list[dict[str, str]]:
     return sorted(found, key=lambda f: f["test"])[:most]
 
 
-def skips(shares: list[Share]) -> dict[str, int]:
+def skips(shares: list[Share]) -> Counter:
     """The number of skipped tests, by reason."""
-    return dict(
-        Counter(
-            text.removeprefix("Skipped: ")[:120]
-            for share in shares
-            for outcome, text in share.outcomes.values()
-            if outcome == "skipped"
-        )
+    return Counter(
+        text.removeprefix("Skipped: ")[:120]
+        for share in shares
+        for outcome, text in share.outcomes.values()
+        if outcome == "skipped"
     )

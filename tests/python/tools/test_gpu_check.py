@@ -27,8 +27,8 @@ KERNEL = ("simt", "forward", "-", "F32", "64", "-")
 
 @pytest.fixture
 def started(monkeypatch):
-    """Records what would have been started; every test passes except those in `fail`."""
-    calls = {"arguments": {}, "fail": set()}
+    """Records what would have been started; every test passes except those in `fail` and `skip`."""
+    calls = {"arguments": {}, "fail": set(), "skip": set()}
 
     def run_shares(shares, **_limits):
         for s in shares:
@@ -37,6 +37,8 @@ def started(monkeypatch):
             for test in tests[s.index :: s.of]:
                 s.tests.append(test)
                 s.outcomes[test] = ("failed" if test in calls["fail"] else "passed", "")
+                if test in calls["skip"]:
+                    s.outcomes[test] = ("skipped", "Skipped: needs two GPUs")
                 s.served["cuda.wgmma.forward"] += 10
 
     monkeypatch.setattr(suite, "run_shares", run_shares)
@@ -188,6 +190,11 @@ def test_resumed_run_goes_on_where_the_time_ended(tmp_path, started):
     none_failed = {"native": table(7, (), 1, ("a::y",)), "forced-80": table(4)}
     report = stages.tests(setup(tmp_path, passed=False, **none_failed), 10)
     assert report["native"]["run_again"] == 0 and report["native"]["passed"] == 8
+    started["skip"].add("a::y")
+    none_failed["native"]["skips"] = {"runs on cpu": 5}
+    report = stages.tests(setup(tmp_path, passed=False, **none_failed), 10)
+    assert report["native"]["skips"] == {"runs on cpu": 5, "needs two GPUs": 1}
+    assert report["native"]["skipped"] == 6
 
 
 def test_tests_without_an_outcome_are_named(tmp_path):
