@@ -125,6 +125,11 @@ OPTIONS = {
     "head dim 128, full": dict(head_dim=128, head_dim_v=128, window=(-1, -1)),
     "head dim 256, many rows": dict(MANY, head_dim=256, head_dim_v=256),
     "head dim 256, many rows, softcap": dict(MANY, head_dim=256, head_dim_v=256, softcap=5.0),
+    "fp16, many rows": dict(MANY, dtype="fp16"),
+    "fp16, many rows, softcap": dict(MANY, dtype="fp16", softcap=5.0),
+    "fp16, head dim 256, many rows": dict(MANY, dtype="fp16", head_dim=256, head_dim_v=256),
+    "fp16, head dim 256, many rows, softcap": dict(
+        MANY, dtype="fp16", head_dim=256, head_dim_v=256, softcap=5.0),
     "head dim 256, dropout": dict(head_dim=256, head_dim_v=256, dropout_p=0.3),
     "head dim 256, deterministic": dict(head_dim=256, head_dim_v=256, deterministic=True),
 }  # fmt: skip
