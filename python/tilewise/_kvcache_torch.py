@@ -98,15 +98,15 @@ def append(
     ``check_cache`` must have checked the caches. With single_position, all rows of q are rotated
     at one position; that is the default if neither causal nor a window limits what they see.
     """
-    if not _check_append(q, k_cache, v_cache, options, new):
+    appended = q, k_cache, v_cache
+    if not _check_append(appended, options, new):
         return q, options._replace(seqused_k=new.lengths)
-    return _write(q, k_cache, v_cache, options, new, single_position)
+    return _write(appended, options, new, single_position)
 
 
-def _check_append(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, new: NewKeys
-) -> bool:
+def _check_append(appended: tuple[Tensor, Tensor, Tensor], options: Options, new: NewKeys) -> bool:
     """Whether there are new keys, after the checks of everything that ``_write`` takes."""
+    q, k_cache, v_cache = appended
     batch = q.shape[0] if options.cu_seqlens_q is None else batch_of(options.cu_seqlens_q)
     if not _appends(new, q, k_cache, v_cache, batch):
         return False
@@ -130,14 +130,13 @@ def _grown(new: NewKeys) -> Tensor:
 
 
 def _write(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    appended: tuple[Tensor, Tensor, Tensor],
     options: Options,
     new: NewKeys,
     single_position: bool | None = None,
 ) -> tuple[Tensor, Options]:
     """``append`` of checked new keys."""
+    q, k_cache, v_cache = appended
     rotates, positions = new.rotary_cos is not None, new.rotary_lengths
     if rotates and positions is None and options.leftpad_k is not None:
         # Positions count from the start of the cache row, because the prefill of the FlashAttention
@@ -365,7 +364,7 @@ def checked(
             )
         check_entries(_entries(*appended, options, new))
     try:
-        appends = _check_append(*appended, options, new)
+        appends = _check_append(appended, options, new)
     except ValueError as error:
         _raise_in_python(error, appended, options, new)
     return Checked(q, k_cache, v_cache, options, new, appends, appended, columns, selected, forward)
@@ -384,7 +383,7 @@ def run(call: Checked) -> tuple[Tensor, ...]:
     q, options, new, columns = call.q, call.options, call.new, call.columns
     try:
         if call.appends:
-            rotated, grown = _write(*call.appended, options, new)
+            rotated, grown = _write(call.appended, options, new)
         else:
             rotated, grown = call.appended[0], options._replace(seqused_k=new.lengths)
         if call.appended[0] is not q:  # its columns after the values of a latent cache

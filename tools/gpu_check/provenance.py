@@ -123,18 +123,12 @@ def write(result: dict[str, Any], path: Path) -> None:
     part.replace(path)
 
 
-def same_kernels(result: dict[str, Any], sources: str, machine_code: str) -> str:
-    """The evidence that a result is of these kernels, "kernel sources (hash)" or "machine code
-    (hash)"; empty if there is none. One of the two is enough, so names, comments and host code make
-    no result stale.
-    """
-    if result.get("sources") == sources:
-        return f"kernel sources ({sources})"
-    return f"machine code ({machine_code})" if result.get("kernels") == machine_code else ""
-
-
 def verify() -> list[str]:
-    """One line per committed result: whether it was measured with the present kernels."""
+    """One line per committed result: whether it was measured with the present kernels.
+
+    Either the kernel sources or the machine code (`kernels_hash`) must be the same, so names,
+    comments and host code make no result stale.
+    """
     now, code = source_hash(), kernels_hash()
     lines = []
     for path in sorted(RESULTS.glob("gpu-*.json")):
@@ -146,10 +140,16 @@ def verify() -> list[str]:
             not_run = [name for name, stage in stages if "not_run" in stage]
             not_run += [x for _, stage in stages for x in stage.get("left_out", ())]
             passed += f", NOT run: {'; '.join(not_run)}" if not_run else ""
-            sources, same = result["sources"], same_kernels(result, now, code)
+            sources, machine_code = result["sources"], result.get("kernels")
         except (ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name}: not readable ({error})")
             continue
-        age = f"CURRENT {same}" if same else f"OLDER kernel sources ({sources}, now {now})"
-        lines.append(f"{path.name}: {age} on {where}: {passed}")
+        if sources == now:
+            lines.append(f"{path.name}: CURRENT kernel sources ({now}) on {where}: {passed}")
+        elif machine_code == code:
+            lines.append(f"{path.name}: CURRENT machine code ({code}) on {where}: {passed}")
+        else:
+            lines.append(
+                f"{path.name}: OLDER kernel sources ({sources}, now {now}) on {where}: {passed}"
+            )
     return lines or [f"no GPU result is committed; the kernel sources are {now}"]

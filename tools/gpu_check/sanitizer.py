@@ -144,26 +144,22 @@ def sanitizer(setup: Setup, limit: float) -> Report:
     say(f"  compute-sanitizer {report['version']}")
     commands: dict[str, list[str]] = {}
     env: dict[str, dict[str, str]] = {}
-    runs = [(tool, a) for a in setup.architectures for tool in TOOLS]
+    runs = {(tool, a): f"{tool} {label(a)}" for a in setup.architectures for tool in TOOLS}
+    wanted = {run: list(problems(only(*run))) for run in runs}
     earlier = setup.earlier.get("sanitizer", {})
+    before = {run: judged_before(earlier.get(runs[run], {}), wanted[run]) for run in runs}
     names: dict[tuple[str, str], list[str]] = {}
-    before: dict[tuple[str, str], set[str]] = {}
-    for tool, architecture in runs:
-        wanted = list(problems(only(tool, architecture)))
-        was = earlier.get(f"{tool} {label(architecture)}", {})
-        before[tool, architecture] = done_before = judged_before(was, wanted)
+    for run in runs:
         of_run = {}
-        if done_before != set(wanted):
-            of_run = commands_of(setup, program, tool, architecture, limit, done_before)
-        names[tool, architecture] = list(of_run)
+        if before[run] != set(wanted[run]):
+            of_run = commands_of(setup, program, *run, limit, before[run])
+        names[run] = list(of_run)
         commands |= of_run
-        env |= dict.fromkeys(of_run, driver_environment(setup, architecture))
+        env |= dict.fromkeys(of_run, driver_environment(setup, run[1]))
     ended = run_all(commands, limit, setup.logs / "sanitizer", env, ended_by_report)
-    for tool, architecture in runs:
-        done = [ended[name] for name in names[tool, architecture]]
-        wanted = list(problems(only(tool, architecture)))
-        run_name = f"{tool} {label(architecture)}"
-        found = report[run_name] = judge(done, wanted, before[tool, architecture])
+    for run, run_name in runs.items():
+        done = [ended[name] for name in names[run]]
+        found = report[run_name] = judge(done, wanted[run], before[run])
         report["passed"] &= found["passed"]
         seconds = max((e.seconds for e in done), default=0)
         say(f"  {in_words(run_name, found)}, {seconds:.0f} s")
