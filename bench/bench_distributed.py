@@ -6,9 +6,10 @@ dimension 128, beside PyTorch's context_parallel.
   python bench/bench_distributed.py --device cpu --ranks 2 --lengths 64 --rounds 1   to try it
 
 Efficiency is the time on one GPU over (GPUs x the time on all of them), in one run. A round is a
-few calls in a row, so that the host's work is hidden as in training. The time of a round is that of
-its slowest rank, and the result is the median of the rounds. Messages, copies and PyTorch run in
-separate processes, so that the others have results even if one of them crashes or hangs.
+few short calls in a row, so that the host's work is hidden as in training, or one long call. The
+time of a round is that of its slowest rank, and the result is the median of the rounds. Messages,
+copies and PyTorch run in separate processes, so that the others have results even if one of them
+crashes or hangs.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ HEAD_DIM = 128
 HEADS = ((16, 16), (32, 8))
 DOCUMENTS = 40  # of log-normal lengths, in the longest sequence
 TIMEOUT = 120.0  # seconds after which an exchange counts as failed
-CALLS = 4  # in a row
-METHODS = ("ulysses", "allgather")
-COPIES = tuple(f"{method} by copies" for method in METHODS)
+CALLS = 4  # in a row, at most
+ROUND_SECONDS = 0.2  # of a round with fewer calls in a row
+METHODS = ("ulysses", "allgather", "ring")
+COPIES = ("ulysses by copies", "allgather by copies")
 PEERS = {"context_parallel over tilewise": "tilewise", "context_parallel over cudnn": "cudnn"}
 
 
@@ -173,11 +175,12 @@ def prepared(name: str, point: Point, place: Place) -> Any:
 
 
 def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: bool) -> list[float]:
-    """Milliseconds of a forward and a backward in each round, after two rounds of warm-up.
+    """Milliseconds of a forward and a backward in each round, after two calls of warm-up.
 
     The ranks begin together, except if they are `apart`.
     """
     milliseconds = []
+    calls = 1
     cuda = place.device.type == "cuda"
     for repetition in range(-2, rounds):
         if cuda:
@@ -185,15 +188,19 @@ def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: b
         if not apart:
             dist.barrier(place.hosts)
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             for x in tensors:
                 x.grad = None
             out = call()
             out.backward(out.detach())
         if cuda:
             torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
         if repetition >= 0:
-            milliseconds.append((time.perf_counter() - begin) * 1e3 / CALLS)
+            milliseconds.append(seconds * 1e3 / calls)
+        elif repetition == -1:
+            longest = seconds if apart else max(agreed(seconds, place))
+            calls = max(1, min(CALLS, int(ROUND_SECONDS / longest)))
     return milliseconds
 
 

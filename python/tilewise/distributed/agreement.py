@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -141,12 +142,23 @@ def _moves_cpu_tensors(group: Any) -> bool:
 
 
 def _new_host_group(group: Any) -> Any:
+    """A gloo group of the ranks of `group`.
+
+    ``dist.new_group`` would have to be called by all processes, or names the group after the number
+    of groups that a process is in, and then ranks of different numbers of groups wait for ever.
+    """
     # NCCL sets up a group in its first collective, in which all ranks must take part; the exchanges
     # of attention may leave out ranks that have nothing to send.
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    members = dist.get_process_group_ranks(group)
-    timeout = group._get_backend(torch.device("cuda")).options._timeout
-    return dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    token = torch.tensor([secrets.randbits(62)], device=device)
+    dist.broadcast(token, group=group, group_src=0)
+    store = dist.PrefixStore(f"tilewise/{token.item()}", dist.distributed_c10d._get_default_store())
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    timeout = group._get_backend(device).options._timeout
+    beside = dist.ProcessGroup(store, rank, world)
+    gloo = dist.ProcessGroupGloo(store, rank, world, timeout)
+    beside._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return beside
 
 
 def _difference(calls: Sequence[tuple[str, dict[str, str]]]) -> str:

@@ -20,7 +20,9 @@ if not torch.distributed.is_gloo_available():
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import CUDA, device  # noqa: E402
 from tilewise import masks  # noqa: E402
+from tilewise.distributed import agreement  # noqa: E402
 from tilewise.distributed import cache as cache_module  # noqa: E402
+from tilewise.distributed.ranks import ranks_of  # noqa: E402
 
 RANKS, TIMEOUT = 3, 10.0  # for the fixture `pool`
 OWN_ROWS = 8  # of each rank
@@ -352,3 +354,20 @@ def test_a_rank_that_fails_while_it_computes(pool, wanted):
                 "ValueError: tilewise.distributed.attention_with_kvcache: rank 1 was refused: no "
                 "memory for"
             )
+
+
+def exchange_beside(group):
+    """As over NCCL, which moves no tensors of CPUs."""
+    ranks = ranks_of(group)
+    with (
+        mock.patch.object(agreement, "_moves_cpu_tensors", lambda _group: False),
+        mock.patch.object(agreement, "_beside", {}),
+    ):
+        return [agreement.exchange([ranks.rank, i], ranks) for i in range(2)]
+
+
+def test_ranks_of_different_numbers_of_groups_meet(pool):
+    """Rank 0 is in a group more than rank 1, and in two more than rank 2."""
+    for count in range(2, len(pool.pipes) + 1):
+        want = [[[rank, i] for rank in range(count)] for i in range(2)]
+        assert pool.run(count, exchange_beside) == [want] * count

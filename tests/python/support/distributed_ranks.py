@@ -33,8 +33,12 @@ def device() -> Any:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection, wait: float) -> None:
-    """Runs in each process: joins a group of every size, then runs the jobs from the pipe."""
+    """Runs in each process: joins a group of every size, then runs the jobs from the pipe.
+
+    A job that takes nearly as long as it may prints where it is.
+    """
     import datetime
+    import faulthandler
 
     import torch
     import torch.distributed as dist
@@ -58,10 +62,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, wait: float) -> 
         if job is None:
             break
         function, size, arguments = job
+        faulthandler.dump_traceback_later(0.9 * WAIT)
         try:
             pipe.send((True, function(groups[size], *arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # without the shutdown of gloo, which may wait for a rank that was killed
 
 
