@@ -9,13 +9,13 @@ namespace tilewise::cuda {
 //   plain      fast path: options that cost nothing in the inner loop (scale, band, lengths, GQA,
 //              sinks)
 //   general    adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform branches
-//   masked     mma_sync: adds a mask to the general form
+//   masked     adds a mask: to the general form of mma_sync, to the fast path of wgmma's forward
 //   paged      mma_sync forward: the fast path over a block table
 //   tma        mma_sync forward: the fast path with K and V loaded by TMA
 //   tma_paged  mma_sync forward: both
 enum class Form : int32_t { plain, general, masked, paged, tma, tma_paged };
 
-// Whether the form has all options of the general one.
+// Whether a form of mma_sync has all options of the general one.
 constexpr bool includes_general(Form form) { return form == Form::general || form == Form::masked; }
 
 // Rows of the smallest page that TMA loads.

@@ -74,6 +74,10 @@ struct KernelSet {
     }
     return general;
   }
+  // In its forward.
+  bool reads_mask() const {
+    return masked.forward.function != nullptr || masked.tma_forward.function != nullptr;
+  }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }
   bool has_jvp() const { return general.jvp.function != nullptr; }

@@ -32,8 +32,9 @@ int32_t choose_pack(const Problem& p, int64_t tile) {
 }
 
 // TileOrder::longest_tile: the last tiles are longest with a causal mask, the first ones with a
-// left window alone.
+// left window alone. Most masks that are given as data are causal as well.
 LongestTile longest_tile(const Problem& p) {
+  if (p.mask != nullptr) return LongestTile::last;
   if (p.window_right >= 0 && p.window_left < 0) return LongestTile::last;
   return p.window_left >= 0 && p.window_right < 0 ? LongestTile::first : LongestTile::none;
 }

@@ -95,7 +95,7 @@ bool fits_plain(const Request& request) {
 }
 
 Form forward_form(const Problem& p, const KernelSet& kernel_set) {
-  if (p.mask != nullptr && kernel_set.masked.forward.function != nullptr) return Form::masked;
+  if (p.mask != nullptr && kernel_set.reads_mask()) return Form::masked;
   if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;

@@ -27,9 +27,12 @@ TEST(PlannerCudaMasks, TensorCoresServeKeysOf16And8Bits) {
       for (const int32_t float8 : {0, 1}) {
         p.kv_float8 = float8;
         const cuda::Plan plan = forward(p, gpu_with(sm));
-        EXPECT_EQ(plan.kernel_set->family, &cuda::mma_sync::kFamily) << sm;
+        const bool wgmma = sm == 90 && rows > 1 && float8 == 0;
+        EXPECT_EQ(plan.kernel_set->family, wgmma ? &cuda::wgmma::kFamily : &cuda::mma_sync::kFamily)
+            << sm;
         EXPECT_EQ(plan.form, cuda::Form::masked) << sm;
-        EXPECT_NE(plan.nan_recompute, nullptr);  // a mask hides keys inside a tile
+        // A mask hides keys inside a tile; wgmma recomputes contaminated rows itself.
+        EXPECT_EQ(plan.nan_recompute == nullptr, wgmma);
       }
       p = with_mask(problem(TILEWISE_FLOAT32, 2, rows, 2048));
       EXPECT_EQ(forward(p, gpu_with(sm)).kernel_set->family, &cuda::simt::kFamily) << sm;
@@ -37,10 +40,46 @@ TEST(PlannerCudaMasks, TensorCoresServeKeysOf16And8Bits) {
   }
 }
 
+// The masked form of wgmma is a forward without score options that takes one tile at a time from a
+// counter, because tiles differ in what they see.
+TEST(PlannerCudaMasks, HopperHasAMaskedForward) {
+  Problem p = with_mask(problem(TILEWISE_BFLOAT16, 4));
+  for (const int64_t head_dim : {64, 96, 128}) {
+    const cuda::Plan plan =
+        forward(with_mask(problem(TILEWISE_BFLOAT16, 4, 2048, 2048, 8, head_dim)), gpu_with(90));
+    EXPECT_EQ(plan.kernel_set->family, &cuda::wgmma::kFamily);
+    EXPECT_EQ(plan.form, cuda::Form::masked);
+    EXPECT_EQ(plan.splits, 1);
+    EXPECT_FALSE(plan.stream_k.any());
+  }
+  p.window_right = 0;
+  const cuda::Plan causal = forward(p, gpu_with(90));
+  EXPECT_EQ(causal.order.paired_tiles, 0);
+  EXPECT_TRUE(causal.dynamic_scheduling);
+  const Decision backward = plan(Request(p, gradients(p)), gpu_with(90));
+  EXPECT_EQ(backward.cuda.kernel_set->family, &cuda::mma_sync::kFamily);
+}
+
 TEST(PlannerCudaMasks, WhyNamesTheFamilyThatReadsNoMask) {
-  EXPECT_EQ(explained(with_mask(problem(TILEWISE_BFLOAT16, 4)), gpu_with(90)),
-            "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, masked form: cuda.wgmma "
-            "would be faster, but it reads no mask");
+  const auto hopper = [](Problem p) { return explained(with_mask(p), gpu_with(90)); };
+  const std::string mma_sync =
+      "bf16 on sm_90, tile 128x64 for head_dim 128 of table sm_90, masked form: cuda.wgmma ";
+  Problem p = problem(TILEWISE_BFLOAT16, 4);
+  p.softcap = 5.0f;
+  EXPECT_EQ(hopper(p), mma_sync +
+                           "would be faster, but beside a mask it has no score option, pages "
+                           "or out in float32");
+  p = problem(TILEWISE_BFLOAT16, 4);
+  p.batch_invariant = 1;
+  EXPECT_EQ(hopper(p), mma_sync +
+                           "would be faster, but batch_invariant needs one kernel for all "
+                           "lengths");
+  EXPECT_NE(hopper(problem(TILEWISE_BFLOAT16, 4, 2048, 2048, 8, 192))
+                .find("cuda.wgmma would be faster, but it reads a mask with head dims up to 128"),
+            std::string::npos);
+  for (const int64_t batch : {1, 2})  // 128 rows and 2048 keys in too few tiles, or in packed heads
+    EXPECT_NE(hopper(problem(TILEWISE_BFLOAT16, batch, 128)).find("neither packs heads nor splits"),
+              std::string::npos);
   EXPECT_EQ(explained(with_mask(problem(TILEWISE_FLOAT32)), gpu_with(90)),
             "f32 on sm_90, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but it "
             "reads a mask only with keys of 16 or 8 bits");

@@ -86,6 +86,22 @@ struct Sm90a {
             .producer_registers = 40,
             .option_loops = false};
   }
+  // The largest head dimension with a masked form.
+  static constexpr int kMaxMaskedHeadDim = 128;
+
+  // The same tile for the masked form. The warps that read the mask need more registers than those
+  // that load, so consumers give them eight of each thread's. At D64 they have none to give: with
+  // 152 instead of 160, ptxas serialises the products.
+  static constexpr WgmmaForwardTile masked_forward(int head_dim, int head_dim_v, TileSize size) {
+    WgmmaForwardTile tile = forward(head_dim, head_dim_v, size);
+    if (head_dim > kMaxMaskedHeadDim || head_dim_v > kMaxMaskedHeadDim) return {};
+    if (tile.consumer_warpgroups == 2) {
+      tile.consumer_registers -= 8;
+      tile.producer_registers += 16;
+    }
+    return tile;
+  }
+
   // Whether a problem uses the small tile: at 2k rows it is 2 % faster with a causal edge, and 7 %
   // slower without one.
   static constexpr bool prefers_small_forward(int64_t rows, bool has_edges) {

@@ -20,9 +20,12 @@ struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kGeneral = kForm_ == Form::general;
+  static constexpr bool kMasked = kForm_ == Form::masked;
   static constexpr arch::WgmmaBackwardTile kBackward =
       Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
-  static constexpr arch::WgmmaForwardTile kForward = Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
+  static constexpr arch::WgmmaForwardTile kForward =
+      kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
+              : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
   static constexpr ptx::Half16 kHalf =
       Element::kDtype == TILEWISE_BFLOAT16 ? ptx::Half16::bf16 : ptx::Half16::f16;
 };

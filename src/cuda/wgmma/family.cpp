@@ -20,10 +20,38 @@ bool has_few_rows(const Problem& p) {
   return selection_rows(p) * group_size(p) <= kMaxFewRows;
 }
 
+// Whether a forward has so few rows that its tiles should share the heads of a group, or divide the
+// keys among CTAs. The masked form does neither. mma_sync does, but takes longer for a tile, so its
+// splits pay where half of the SMs would have no tile.
+bool packs_or_splits(const Problem& p, const Gpu& gpu) {
+  constexpr int64_t kMaxPackedRows = 256;
+  constexpr int64_t kRows = 128;
+  constexpr int64_t kMinSplitKeys = 2048;
+  if (p.num_splits > 1 || (group_size(p) > 1 && selection_rows(p) <= kMaxPackedRows)) return true;
+  const Size tiles = max_tiles(is_varlen_q(p), p.seqlen_q, max_rows(p), p.batch, kRows) * p.heads_q;
+  return tiles.value() < gpu.sm_count / 2 && max_keys(p) >= kMinSplitKeys;
+}
+
+// Why the masked form does not serve a request with a mask.
+WhyNot why_no_masked_form(const Request& request, const Gpu& gpu) {
+  const Problem& p = request.problem;
+  if (!request.is(Pass::forward)) return {.text = "its backward reads no mask"};
+  if (max(p.head_dim, p.head_dim_v) > arch::Sm90a::kMaxMaskedHeadDim)
+    return {.text = "it reads a mask with head dims up to 128"};
+  if (is_general(p) || p.block_table != nullptr || request.dtypes.out != request.dtypes.q)
+    return {.text = "beside a mask it has no score option, pages or out in float32"};
+  if (packs_or_splits(p, gpu))
+    return {.text = "needs more rows beside a mask: it then neither packs heads nor splits keys",
+            .would_be_faster = false};
+  return {};
+}
+
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   const bool forward = request.is(Pass::forward);
-  if (const WhyNot why = why_no_mask(request)) return why;
+  if (p.mask != nullptr) {
+    if (const WhyNot why = why_no_masked_form(request, gpu)) return why;
+  }
   if (const WhyNot why = why_no_max_logits(request)) return why;
   if (forward && has_few_rows(p))
     return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
@@ -66,7 +94,8 @@ const KernelSet* find(const Request& request, const Target& target) {
 
 Plan plan(const Request& request, const Target& target) {
   const KernelSet* kernel_set = find(request, target);
-  if (kernel_set == nullptr) return {};
+  if (kernel_set == nullptr || (request.problem.mask != nullptr && !kernel_set->reads_mask()))
+    return {};
   // The forward recomputes at its own end the rows that a NaN may contaminate (nan_recompute.h).
   if (request.is(Pass::forward)) return plan_forward(request.problem, *kernel_set, target.gpu);
   const KernelSet* nan_recompute = nullptr;

@@ -7,11 +7,14 @@
 //   tile scheduler warp   finds the next work tile and describes it      forward_scheduler.h
 //   producer warp         loads Q, and K and V one key tile at a time    forward_producer.h
 //   consumer warpgroups   (2 to 4) compute 64 rows of the tile each      forward_consumer.h
+//   mask warps            (masked form) find what the mask shows         forward_mask.h
 //
 //   what passes   from        to         stages     mbarriers of forward_shared.h
 //   work tile     scheduler   all        4          tile_located, tile_full; tile_empty
 //   Q             producer    consumers  q_buffers  q_full; q_empty
 //   K, V          producer    consumers  stages     k_full, v_full; k_empty, v_empty
+//   mask windows  mask warps  all        8          window_full; window_empty
+//   mask bits     mask warps  consumers  4          bits_full; bits_empty
 //
 // The timeline of four key tiles, from the last to the first (P stays in registers, V is one step
 // behind K, ' marks the next work tile):
@@ -23,11 +26,12 @@
 // With `overlap_tiles` the first scores of the next work tile are issued beside the last PV product
 // of this one, and the results are stored while the tensor cores are busy; otherwise V0 is loaded
 // before Q'. Warpgroups skip key tiles that only other warpgroups see, and mask those that the band
-// cuts.
+// cuts. In the masked form all warpgroups walk the key tiles of which the CTA's rows see something.
 #pragma once
 
 #include "cuda/common/trigger_dependents.h"
 #include "cuda/wgmma/forward_consumer.h"
+#include "cuda/wgmma/forward_mask.h"
 #include "cuda/wgmma/forward_producer.h"
 #include "cuda/wgmma/forward_scheduler.h"
 
@@ -71,6 +75,8 @@ void forward(TILEWISE_PARAMETER TmaForwardParams p) {
       producer.run();
     else if (warp == 1)
       scheduler.run();
+    else if constexpr (C::kMasked)
+      ForwardMaskReader<C>(p, shared, warp - 2).run();
   } else {
     ptx::setmaxnreg_inc<C::kForward.consumer_registers>();
     int32_t recompute_head = NanRecompute<C>::kNone;

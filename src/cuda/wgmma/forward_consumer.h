@@ -1,10 +1,10 @@
 // The consumer role of the forward: a warpgroup computes 64 rows of a work tile.
 #pragma once
 
-#include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/wgmma/forward_mask.h"
+#include "cuda/wgmma/forward_ping_pong.h"
 #include "cuda/wgmma/forward_score_mod.h"
-#include "cuda/wgmma/forward_shared.h"
 #include "cuda/wgmma/forward_softmax.h"
 #include "cuda/wgmma/forward_store.h"
 #include "cuda/wgmma/nan_recompute.h"
@@ -24,7 +24,8 @@ class ForwardConsumer {
   static constexpr int kKeys = kTile.keys;
   // Capped scores are bounded.
   static constexpr bool kBounded = kOption == Option::softcap;
-  static constexpr bool kClampExponents = kOption == Option::bias || kOption == Option::any;
+  static constexpr bool kClampExponents =  // a bias or a mask may hide all keys of a row
+      C::kMasked || kOption == Option::bias || kOption == Option::any;
   using RowMath = RowSoftmax<kKeys / 8, kBounded, kClampExponents>;
   static constexpr bool kWide = kHasWideRange<Element>;
 
@@ -34,13 +35,14 @@ class ForwardConsumer {
         shared_(shared),
         warpgroup_(warpgroup),
         negative_(score_of(params.problem).scale < 0.0f),
+        mask_(shared),
         score_mod_(params.problem, positive_scale(score_of(params.problem).scale), shared) {
     softmax_.scale = score_mod_.unit() * kLog2e;
   }
 
   // Returns the head of the warp's recompute list: its last work tile with rows to recompute.
   TILEWISE_DEVICE int32_t run() {
-    if (kTile.ping_pong && warpgroup_ == 0) warp_scheduler_barrier_arrive(0);
+    if (kTile.ping_pong && warpgroup_ == 0) PingPong<C>::arrive(0);
     int stage = next_tile();
     bool overlapped = false;
     o_.fill(0.0f);
@@ -103,6 +105,10 @@ class ForwardConsumer {
     // registers, which saves 48 moves and a warp barrier in the main loop (4 %). ptxas loses track
     // of this if the loops of `run` are nested.
     tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(warpgroup_tiles.kind)));
+    if constexpr (C::kMasked) {
+      tiles_ = {mask_.kind_of(tiles_.kind), 0, 0, 0, 0, 0, 0};
+      return stage;
+    }
     tiles_.first = uniform(warpgroup_tiles.first);
     tiles_.last = uniform(warpgroup_tiles.last);
     tiles_.full_begin = uniform(warpgroup_tiles.full_begin);
@@ -110,40 +116,17 @@ class ForwardConsumer {
     // Steps without a mask keep m, so scores should not rise from one to the next. The loop goes
     // from right to left, where ALiBi lowers scores only from the diagonal on.
     if constexpr (kOption == Option::alibi) {
-      tiles_.full_end = min(tiles_.full_end, uniform(left_end(shared_.work_tile(stage))));
+      const int32_t left_end = WarpgroupTiles::left_of_diagonal(
+          shared_.work_tile(stage), thread() / ptx::kWarpgroupSize, kKeys);
+      tiles_.full_end = min(tiles_.full_end, uniform(left_end));
     }
     tiles_.skip_before = uniform(warpgroup_tiles.skip_before);
     tiles_.skip_after = uniform(warpgroup_tiles.skip_after);
     return stage;
   }
 
-  // Key tiles below the result have no key right of the diagonal of any row of the warpgroup.
-  TILEWISE_DEVICE static int32_t left_end(const WorkTile& work_tile) {
-    const int32_t row0 = work_tile.rows.row(64 * (thread() / ptx::kWarpgroupSize));
-    const int64_t diagonal = work_tile.rows.first + row0 + work_tile.sequence.band.shift();
-    return static_cast<int32_t>(clamp(diagonal + 1, 0, work_tile.tiles.keys)) / kKeys;
-  }
-
   TILEWISE_DEVICE static void release(Barrier barrier) {
     if (ptx::lane_index() == 0) barrier.arrive();
-  }
-
-  // --- warp-scheduler barrier: with ping-pong, one warpgroup at a time issues products ---
-
-  static constexpr int kWarpSchedulerBarrier = 1;
-  static constexpr int kWarpgroupBarrier = kWarpSchedulerBarrier + 4;  // one per warpgroup
-  static constexpr int kWarpSchedulerThreads = 2 * ptx::kWarpgroupSize;
-
-  TILEWISE_DEVICE void warp_scheduler_barrier_sync() const {
-    if constexpr (kTile.ping_pong)
-      ptx::bar_sync(kWarpSchedulerBarrier + warpgroup_, kWarpSchedulerThreads);
-  }
-  TILEWISE_DEVICE void warp_scheduler_barrier_arrive(int to) const {
-    if constexpr (kTile.ping_pong)
-      ptx::bar_arrive(kWarpSchedulerBarrier + to, kWarpSchedulerThreads);
-  }
-  TILEWISE_DEVICE void warp_scheduler_barrier_arrive() const {
-    warp_scheduler_barrier_arrive(warpgroup_ + 1 == kTile.consumer_warpgroups ? 0 : warpgroup_ + 1);
   }
 
   // --- the products ---
@@ -228,6 +211,11 @@ class ForwardConsumer {
   template <bool kFirst, bool kMasked>
   TILEWISE_DEVICE void apply_softmax(int stage, int32_t tile) {
     const WorkTile& work_tile = shared_.work_tile(stage);
+    if constexpr (C::kMasked) {
+      if (kMasked && !mask_.tiles.next_is_full()) mask_.bits.hide(s_, position());
+      mask_.tiles.take();
+      return weigh<kFirst, kMasked>(LinearExponent{softmax_.scale});
+    }
     const bool cut = kMasked && (tile >= tiles_.full_end || tile < tiles_.full_begin);
     if constexpr (kOption == Option::softcap) {
       if (!cut && score_mod_.are_small(s_))
@@ -265,9 +253,9 @@ class ForwardConsumer {
     const uint64_t k = keys();
     shared_.k_full(k_state_.stage()).wait(k_state_.phase());
     if (kTile.overlap_tiles)
-      warp_scheduler_barrier_sync();  // as in overlap_next_tile: once per key tile
+      PingPong<C>::sync(warpgroup_);  // as in overlap_next_tile: once per key tile
     issue_scores(q, k);
-    if (kTile.overlap_tiles) warp_scheduler_barrier_arrive();
+    if (kTile.overlap_tiles) PingPong<C>::arrive_at_next(warpgroup_);
     begin_score_mod(stage);
     finish_score_mod_loads();
     wait_for_scores<0>();
@@ -323,16 +311,18 @@ class ForwardConsumer {
     const uint64_t k = keys();
     const uint64_t v = values();
     shared_.k_full(k_state_.stage()).wait(k_state_.phase());
-    warp_scheduler_barrier_sync();
+    PingPong<C>::sync(warpgroup_);
     issue_scores(q, k);
     shared_.v_full(v_state_.stage()).wait(v_state_.phase());
     issue_values(v);
-    warp_scheduler_barrier_arrive();
+    PingPong<C>::arrive_at_next(warpgroup_);
   }
 
   TILEWISE_DEVICE void mainloop(int stage) {
     int32_t tile = tiles_.last - 1;
-    if constexpr (kOption == Option::any) {
+    if constexpr (C::kMasked) {
+      masked_mainloop(stage);
+    } else if constexpr (kOption == Option::any) {
 #pragma unroll 1
       for (; tile >= tiles_.first; --tile) step<true>(stage, tile);
     } else {
@@ -356,10 +346,29 @@ class ForwardConsumer {
     }
   }
 
-  // Whether the bias has hidden all keys that some row of the warpgroup has processed so far. The
-  // warps decide together because they issue products together.
+  // The loop over the tiles that the mask shows. A full tile takes the fast step once each row of
+  // the warpgroup has seen a key.
+  TILEWISE_DEVICE void masked_mainloop(int stage) {
+    bool hidden = true;
+#pragma unroll 1
+    while (mask_.tiles.any()) {
+      if (hidden && mask_.tiles.next_is_full()) hidden = some_rows_are_hidden();
+      bool grown = false;
+      if (!hidden) {
+#pragma unroll 1
+        while (mask_.tiles.next_is_full() && !grown) grown = step<false>(stage, 0);
+      }
+      if (grown)
+        raise();
+      else if (mask_.tiles.in_window())
+        step<true>(stage, 0);
+    }
+  }
+
+  // Whether bias or mask have hidden all keys that some row of the warpgroup has processed so far.
+  // The warps decide together because they issue products together.
   TILEWISE_DEVICE bool some_rows_are_hidden() const {
-    const int barrier = kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
+    const int barrier = PingPong<C>::kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
     return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
   }
 
@@ -387,8 +396,8 @@ class ForwardConsumer {
   TILEWISE_DEVICE void skip_key_tiles(int32_t count) {
 #pragma unroll 1
     for (; count > 0; --count) {
-      warp_scheduler_barrier_sync();
-      warp_scheduler_barrier_arrive();
+      PingPong<C>::sync(warpgroup_);
+      PingPong<C>::arrive_at_next(warpgroup_);
       shared_.k_full(k_state_.stage()).wait(k_state_.phase());
       release(shared_.k_empty(k_state_.stage()));
       k_state_.next();
@@ -402,17 +411,9 @@ class ForwardConsumer {
   TILEWISE_DEVICE void wait_for_queries() {
     shared_.q_full(q_state_.stage()).wait(q_state_.phase());
     if (!negative_) return;
-    const ptx::SharedAddress q = shared_.q(q_state_.stage(), warpgroup_).base;
-#pragma unroll 1
-    for (int at = thread() % ptx::kWarpgroupSize * 16; at < QTile::kBytes;
-         at += ptx::kWarpgroupSize * 16) {
-      uint32_t x[4];
-      ptx::ld_shared_v4_b32(x, q + static_cast<uint32_t>(at));
-      for (uint32_t& word : x) word ^= 0x80008000u;
-      ptx::st_shared_v4_b32(q + static_cast<uint32_t>(at), x);
-    }
+    negate(shared_.q(q_state_.stage(), warpgroup_), thread() % ptx::kWarpgroupSize);
     ptx::fence_proxy_async();
-    ptx::bar_sync(kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
+    ptx::bar_sync(PingPong<C>::kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
   }
 
   // --- the epilogue ---
@@ -480,6 +481,7 @@ class ForwardConsumer {
   int warpgroup_;
   int32_t recompute_head_ = NanRecompute<C>::kNone;
   bool negative_;
+  ForwardMask<C> mask_;
   OverlappedScoreMod<C, kOption> score_mod_;
   WarpgroupTiles tiles_;
   int32_t o_is_initialised_ = 0;  // o has products of this work tile

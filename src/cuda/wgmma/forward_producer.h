@@ -5,7 +5,7 @@
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
-#include "cuda/wgmma/forward_shared.h"
+#include "cuda/wgmma/forward_mask.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -39,6 +39,15 @@ class ForwardProducer {
   }
 
   TILEWISE_DEVICE void run() {
+    if constexpr (C::kMasked)
+      run_masked();
+    else
+      run_all();
+  }
+
+ private:
+  // Loads all key tiles of the work tiles.
+  TILEWISE_DEVICE void run_all() {
     KvCoordinates pending{};  // whose V tile is still to be loaded: V is one step behind K
     int32_t pending_tile = kNone;
     typename Shared::TilePipeline state;
@@ -71,7 +80,37 @@ class ForwardProducer {
     if (kOverlap && pending_tile != kNone) load_v(pending, pending_tile, {k_state_.count - 1});
   }
 
- private:
+  // Loads the key tiles that the mask shows, in the same order.
+  TILEWISE_DEVICE void run_masked() {
+    static_assert(kDoubleBuffersQ);
+    VisibleTiles<C> visible(shared_);
+    KvCoordinates pending{};
+    int32_t pending_tile = kNone;
+    typename Shared::TilePipeline state;
+#pragma unroll 1
+    for (;; state.next()) {
+      const WorkTile& work_tile = shared_.work_tile(state.stage());
+      shared_.tile_located(state.stage()).wait(state.phase());
+      if (work_tile.rows.count == 0) break;
+      load_q(work_tile, {state.count});
+      const KvCoordinates keys = coordinates_of(work_tile, state.stage());
+      bool has_keys = visible.any();
+      if (!has_keys) release(state.stage());
+#pragma unroll 1
+      do {
+        const int32_t tile = has_keys ? visible.take() : kNone;
+        if (has_keys) load_k(keys, tile);
+        if (pending_tile != kNone)
+          load_v(pending, pending_tile, {k_state_.count - (has_keys ? 2u : 1u)});
+        pending = keys;
+        pending_tile = tile;
+        has_keys = has_keys && visible.any();
+        pending.first_tile = has_keys ? kNone : tile;  // the last one of the walk
+      } while (has_keys || (!kOverlap && pending_tile != kNone));
+    }
+    if (kOverlap && pending_tile != kNone) load_v(pending, pending_tile, {k_state_.count - 1});
+  }
+
   static constexpr int32_t kNone = -1;
 
   // Coordinates of the K and V loads of a work tile. They are kept in registers so that an empty

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "cuda/common/query_tile.h"
+#include "cuda/ptx/shared.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/wgmma/config.h"
 
 namespace tilewise::cuda::wgmma {
@@ -39,11 +41,31 @@ struct WarpgroupTiles {
     return {kind, first, last, full_begin, full_end, block.last - last, first - block.first};
   }
 
+  // Key tiles below the result have no key right of the diagonal of any row of the warpgroup.
+  TILEWISE_DEVICE static int32_t left_of_diagonal(const QueryTile& work_tile, int warpgroup,
+                                                  int32_t step) {
+    const int32_t row0 = work_tile.rows.row(64 * warpgroup);
+    const int64_t diagonal = work_tile.rows.first + row0 + work_tile.sequence.band.shift();
+    return static_cast<int32_t>(clamp(diagonal + 1, 0, work_tile.tiles.keys)) / step;
+  }
+
  private:
   TILEWISE_DEVICE static int32_t clamp32(int32_t x, int32_t low, int32_t high) {
     return max(low, min(x, high));
   }
 };
+
+// Flips the sign of the 16-bit elements of a tile. All threads of a warpgroup call it.
+template <class Tile>
+TILEWISE_DEVICE void negate(const Tile& tile, int thread) {
+#pragma unroll 1
+  for (int at = thread * 16; at < Tile::kBytes; at += ptx::kWarpgroupSize * 16) {
+    uint32_t x[4];
+    ptx::ld_shared_v4_b32(x, tile.base + static_cast<uint32_t>(at));
+    for (uint32_t& word : x) word ^= 0x80008000u;
+    ptx::st_shared_v4_b32(tile.base + static_cast<uint32_t>(at), x);
+  }
+}
 
 // A tile of query rows and the key tiles that they see.
 template <class C>

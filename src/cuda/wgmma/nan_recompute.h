@@ -13,6 +13,7 @@
 
 #include <cfloat>
 
+#include "attention/mask.h"
 #include "cuda/common/block.h"
 #include "cuda/wgmma/forward_store.h"
 
@@ -218,7 +219,7 @@ class NanRecompute {
   // large as fp32 permits.
   TILEWISE_DEVICE float weigh(Row& row, int32_t r, int32_t key, float product) const {
     float x = kMinusInfinity;
-    if (begin_of(r) <= key && key < end_of(r)) x = score(product, row, key);
+    if (begin_of(r) <= key && key < end_of(r) && is_shown(r, key)) x = score(product, row, key);
     const float highest = ptx::fmax(row.m, common::max_of_warp(x));
     const float shrink = ptx::ex2((row.m - highest) * kLog2e);
     const float weight = ptx::ex2((x - highest) * kLog2e);
@@ -232,6 +233,22 @@ class NanRecompute {
     if (!C::kGeneral || !score_mod_.dropout.on()) return weight;
     const float keep = score_mod_.keep(row.score_mod, key).at(key);
     return keep == 0.0f ? 0.0f : weight * keep;
+  }
+
+  TILEWISE_DEVICE bool is_shown(int32_t r, int32_t key) const {
+    if constexpr (C::kMasked)
+      return mask_shows(params_.mask, work_tile_.sequence.batch, work_tile_.head(r),
+                        work_tile_.rows.first + r, key);
+    return true;
+  }
+  TILEWISE_COLD static bool mask_shows(const tilewise_mask& mask, int64_t batch, int64_t head,
+                                       int64_t row, int64_t key) {
+    bool shown = false;
+    Mask::of(&mask, batch).for_runs(head, row, {key, key + 1}, [&](Range) {
+      shown = true;
+      return false;
+    });
+    return shown;
   }
 
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {

@@ -22,8 +22,9 @@ bool tiles_grow_evenly(const Problem& p, int64_t rows_of_tile) {
 // Whether CTAs take pairs of tiles wave by wave: causal masks whose tile lengths follow from the
 // shape.
 bool uses_paired_waves(const Problem& p, const Plan& plan) {
-  return plan.order.longest_tile != LongestTile::none && has_uniform_sequences(p) &&
-         tiles_grow_evenly(p, plan.tile_q / plan.pack) && plan.splits == 1;
+  return p.mask == nullptr && plan.order.longest_tile != LongestTile::none &&
+         has_uniform_sequences(p) && tiles_grow_evenly(p, plan.tile_q / plan.pack) &&
+         plan.splits == 1;
 }
 
 // Cost of a Stream-K tail, in multiply-adds of one SM: a fixed part for prologues, epilogues and
@@ -102,7 +103,8 @@ Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu)
   Plan plan = plan_forward_tiles(p, kernel_set, gpu);
   if (!plan.can_be_launched()) return plan;
   plan.stream_k = choose_stream_k_tail(p, plan, gpu);
-  if (!plan.stream_k.any()) plan_key_splits(plan, p, gpu);
+  // The masked form does not split keys (see `why_no_masked_form`).
+  if (!plan.stream_k.any() && plan.form != Form::masked) plan_key_splits(plan, p, gpu);
   plan_forward_grid(plan, p, gpu);
   if (!plan.can_be_launched()) return plan;
   // The fast path has no code for packed heads and splits: even code that a launch does not run
