@@ -154,9 +154,11 @@ def ring(point: Point, place: Place, backend: str) -> Iterator[tuple[Call, list[
 
 
 @contextlib.contextmanager
-def by_copies(point: Point, place: Place, method: str) -> Iterator[tuple[Call, list[Tensor]]]:
-    """This rank's rows by a method whose pieces are moved by copy engines."""
-    with mock.patch.dict(os.environ, {TRANSPORT: "copies"}):
+def over(
+    transport: str, point: Point, place: Place, method: str
+) -> Iterator[tuple[Call, list[Tensor]]]:
+    """This rank's rows by a method whose pieces travel in this way."""
+    with mock.patch.dict(os.environ, {TRANSPORT: transport}):
         yield ours(point, place, method)
 
 
@@ -170,8 +172,8 @@ def prepared(name: str, point: Point, place: Place) -> Any:
     if name in COPIES:
         if cpu:
             raise NotImplementedError("the transport 'copies' needs GPUs")
-        return by_copies(point, place, name.split()[0])
-    return contextlib.nullcontext(ours(point, place, name))
+        return over("copies", point, place, name.split()[0])
+    return over("messages", point, place, name)
 
 
 def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: bool) -> list[float]:

@@ -15,29 +15,32 @@ from torch import Tensor
 from .._options import WANT_K, WANT_Q, WANT_V, Options, out_dtype_of
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums, of_heads
 from .exchange import Exchange, Room, Transport, overlapped, rows_first
-from .keys import TILE_ROWS, Call, KeyPlan, Sums, groups_of, place
+from .keys import Call, KeyPlan, Sums, flop_of, groups_of, place
 from .layout import length
 from .ranks import Ranks, sum_dtype
 
 
-def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: torch.device) -> int:
-    """Into how many groups the heads are cut; `rows` are those of the whole sequence."""
-    tiles = rows // (2 * world * TILE_ROWS) * batch * heads[0]
-    return groups_of(heads[1], tiles, device)
+def groups(
+    pairs: int, batch: int, heads: tuple[int, int], columns: tuple[int, int], device: torch.device
+) -> int:
+    """Into how many groups the heads are cut; `pairs` are those that the rows of a rank see."""
+    return groups_of(heads[1], flop_of(pairs, batch, heads[0], columns), device)
 
 
 class AllGather:
-    """See ``core.Method``; `rows` are those of all ranks, `local` computes the plan's calls."""
+    """See ``core.Method``; `pairs` are the most that the rows of a rank see, and `local` computes
+    the plan's calls.
+    """
 
     def __init__(
-        self, ranks: Ranks, rows: int, plan: KeyPlan, local: Sequence[Local], transport: Transport
+        self, ranks: Ranks, pairs: int, plan: KeyPlan, local: Sequence[Local], transport: Transport
     ) -> None:
-        self._ranks, self._rows, self._plan = ranks, rows, plan
+        self._ranks, self._pairs, self._plan = ranks, pairs, plan
         self._local, self._transport = local, transport
 
-    def _groups(self, q: Tensor, k: Tensor) -> int:
-        heads = q.shape[2], k.shape[2]
-        return groups(self._rows, q.shape[0], heads, self._ranks.world, q.device)
+    def _groups(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        heads, columns = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
+        return groups(self._pairs, q.shape[0], heads, columns, q.device)
 
     def _loader(self, k: Tensor, v: Tensor, count: int, what: str) -> Any:
         """Starts to gather the keys and values of one group: [B, keys, heads, columns]."""
@@ -61,7 +64,7 @@ class AllGather:
     ) -> Result:
         """See ``Method``."""
         batch, rows, heads, _ = q.shape
-        count = self._groups(q, k)
+        count = self._groups(q, k, v)
         each, each_kv = heads // count, k.shape[2] // count
         out = q.new_empty((batch, rows, heads, v.shape[3]), dtype=out_dtype_of(q, options))
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
@@ -86,7 +89,7 @@ class AllGather:
     ) -> Gradients:
         """See ``Method``."""
         q, k, v, out, *parts = state
-        count, calls = self._groups(q, k), self._plan.calls
+        count, calls = self._groups(q, k, v), self._plan.calls
         each, each_kv = q.shape[2] // count, k.shape[2] // count
         results = no_sums(options, wanted)
         for at, x, bit in ((0, q, WANT_Q), (1, k, WANT_K), (2, v, WANT_V)):

@@ -75,8 +75,8 @@ def _method(p: Problem, name: str) -> Method:
         transport = transport_of(p.ranks, device)
         return _over_rows(p.ranks, p.cut, device, None if name == "ring" else transport)
     return Ulysses(
-        p.ranks, p.cut.row_runs, p.cut.key_runs, p.cut.whole(device), p.request.return_lse,
-        p.out_dtype, transport_of(p.ranks, device),
+        p.ranks, p.cut.row_runs, p.cut.key_runs, sum(p.cut.pairs()), p.cut.whole(device),
+        p.request.return_lse, p.out_dtype, transport_of(p.ranks, device),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _over_rows(
     else:
         plan = key_plan(ranks.rank, *cut.calls())
         local = cut.local(ranks.rank, device)
-        method = AllGather(ranks, sum(cut.rows), plan, local, transport)
+        method = AllGather(ranks, max(cut.pairs()), plan, local, transport)
     if isinstance(cut, PackedCut):
         return InOrder(method, cut.orders(ranks.rank, device, parts))
     return method
@@ -109,10 +109,9 @@ def _both(p: Problem, grid: Grid, name: str) -> Ulysses:
     """The method "ulysses" inside hosts around "allgather" or "ring" between them."""
     rows, keys = p.cut.row_runs, p.cut.key_runs
     transport = None if name == BOTH_RING else Messages(grid.between)
-    between = _over_rows(
-        grid.between, p.cut.of_hosts(grid), p.q.device, transport, grid.inside.world
-    )
+    cut = p.cut.of_hosts(grid)
+    between = _over_rows(grid.between, cut, p.q.device, transport, grid.inside.world)
     return Ulysses(
-        grid.inside, inside_host(rows, grid), inside_host(keys, grid), between,
+        grid.inside, inside_host(rows, grid), inside_host(keys, grid), max(cut.pairs()), between,
         p.request.return_lse, p.out_dtype, transport_of(grid.inside, p.q.device),
     )  # fmt: skip

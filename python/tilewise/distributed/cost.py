@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from . import allgather, ulysses
-from .keys import AllCalls, Meeting, moved_keys
+from .keys import AllCalls, Meeting, flop_of, moved_keys
 from .layout import Runs
 from .ulysses import key_heads, query_heads
 
@@ -91,7 +91,7 @@ def predicted(work: Work, speeds: Speeds) -> float:
 def _flops(shape: Shape, pairs: int, heads: int) -> float:
     # The backward has 5 products for the forward's 2.
     passes = 3.5 if shape.differentiable else 1.0
-    return 2.0 * sum(shape.columns) * shape.batch * pairs * heads * passes
+    return flop_of(pairs, shape.batch, heads, shape.columns) * passes
 
 
 @lru_cache(maxsize=256)
@@ -116,9 +116,10 @@ def ulysses_work(shape: Shape, cut: Cut) -> Work:
             size += 4.0 * rows[rank] * other_heads
             size += 4.0 * other_rows * of_q[rank] if shape.differentiable else 0.0
         worst = max(worst, size)
-    groups = ulysses.groups(size_q, shape.batch, shape.heads, world, shape.device)
+    pairs = sum(cut.pairs())
+    groups = ulysses.groups(pairs, shape.batch, shape.heads, (d, dv), world, shape.device)
     messages = (4 if shape.differentiable else 2) * groups * (world - 1)
-    flops = _flops(shape, sum(cut.pairs()), max(of_q))
+    flops = _flops(shape, pairs, max(of_q))
     return Work(worst * shape.batch, messages, flops, groups)
 
 
@@ -135,9 +136,10 @@ def allgather_work(shape: Shape, cut: Cut) -> Work:
     )
     received = float(of_rows * columns)
     world = len(keys)
-    groups = allgather.groups(sum(cut.rows), shape.batch, shape.heads, world, shape.device)
+    pairs = max(cut.pairs())
+    groups = allgather.groups(pairs, shape.batch, shape.heads, shape.columns, shape.device)
     messages = (3 if shape.differentiable else 1) * groups * (world - 1)
-    return Work(received, messages, _flops(shape, max(cut.pairs()), heads_q), groups)
+    return Work(received, messages, _flops(shape, pairs, heads_q), groups)
 
 
 @lru_cache(maxsize=256)

@@ -286,18 +286,23 @@ def moved_keys(keys: tuple[Runs, ...], calls: AllCalls) -> list[tuple[int, int]]
     return result
 
 
-_MOST_GROUPS = {"cuda": 16, "cpu": 4}
-# About two tiles per SM. On a CPU, where any group occupies all cores, groups only save memory.
-_LEAST_TILES = {"cuda": 256, "cpu": 0}
-TILE_ROWS = 128
+_MOST_GROUPS = {"cuda": 8, "cpu": 4}
+# 1.3 ms of an H200. The host takes about as long to start the kernels and copies of a group's
+# forward. On a CPU, where any group occupies all cores, groups only save memory.
+_LEAST_FLOP = {"cuda": 1e12, "cpu": 0.0}
 
 
-def groups_of(heads: int, tiles: int, device: torch.device) -> int:
+def flop_of(pairs: int, batch: int, heads: int, columns: tuple[int, int]) -> float:
+    """The operations of a forward; `pairs` of a row and a key are those of one head."""
+    return 2.0 * sum(columns) * batch * pairs * heads
+
+
+def groups_of(heads: int, flop: float, device: torch.device) -> int:
     """Into how many groups of equally many heads the heads are cut, of which one is computed while
-    the next one travels; `tiles` of TILE_ROWS rows are those of all heads.
+    the next one travels; `flop` are the operations of the forward of all heads.
     """
-    most, least = _MOST_GROUPS[device.type], _LEAST_TILES[device.type]
+    most, least = _MOST_GROUPS[device.type], _LEAST_FLOP[device.type]
     for count in range(min(heads, most), 1, -1):
-        if heads % count == 0 and tiles // count >= least:
+        if heads % count == 0 and flop >= count * least:
             return count
     return 1

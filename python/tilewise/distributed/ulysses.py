@@ -31,7 +31,7 @@ from .exchange import (
     start,
     table_of,
 )
-from .keys import TILE_ROWS, groups_of
+from .keys import flop_of, groups_of
 from .layout import Gather, Runs, length
 from .ranks import Ranks, sum_dtype
 
@@ -191,24 +191,28 @@ def tables(rank: int, runs: tuple[tuple[Runs, ...], ...]) -> tuple[Table, Table]
     return table_of(ranks, to_heads), table_of(ranks, to_rows)
 
 
-def groups(rows: int, batch: int, heads: tuple[int, int], world: int, device: torch.device) -> int:
-    """Into how many groups the heads of a rank are cut; `rows` are those of the whole sequence."""
+def groups(
+    pairs: int, batch: int, heads: tuple[int, int], columns: tuple[int, int], world: int,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """Into how many groups the heads of a rank are cut; `pairs` are those that all rows see."""
     of_ranks = query_heads(heads[0], world)
     most = max(len(key_heads(own, heads[0] // heads[1])) for own in of_ranks)
-    tiles = rows // TILE_ROWS * batch * max(map(len, of_ranks))
-    return groups_of(most, tiles, device)
+    flop = flop_of(pairs, batch, max(map(len, of_ranks)), columns)
+    return groups_of(most, flop, device)
 
 
 class Ulysses:
-    """See ``core.Method``; rows and keys are the runs of all ranks. `inner` computes the heads; its
-    out is sent in out_dtype, and the backward gets it as it was computed.
+    """See ``core.Method``; rows and keys are the runs of all ranks, `pairs` those that they see.
+    `inner` computes the heads; its out is sent in out_dtype, and the backward gets it as it was
+    computed.
     """
 
     def __init__(
-        self, ranks: Ranks, rows: Sequence[Runs], keys: Sequence[Runs], inner: Method,
+        self, ranks: Ranks, rows: Sequence[Runs], keys: Sequence[Runs], pairs: int, inner: Method,
         return_lse: bool, out_dtype: torch.dtype, transport: Transport,
     ) -> None:  # fmt: skip
-        self._ranks, self._inner = ranks, inner
+        self._ranks, self._pairs, self._inner = ranks, pairs, inner
         self._return_lse, self._out_dtype = return_lse, out_dtype
         self._transport = transport
         self._rows, self._keys = tuple(rows), tuple(keys)
@@ -216,9 +220,9 @@ class Ulysses:
         self._shapes: list[torch.Size] = []  # of q, k and v
 
     def _plans(self, x: Tensor) -> tuple[HeadPlan, HeadPlan]:
-        (batch, _, heads, _), (_, _, heads_kv, _), _ = self._shapes
-        rows, world = sum(map(length, self._rows)), self._ranks.world
-        count = groups(rows, batch, (heads, heads_kv), world, x.device)
+        (batch, _, heads, d), (_, _, heads_kv, _), (_, _, _, dv) = self._shapes
+        world = self._ranks.world
+        count = groups(self._pairs, batch, (heads, heads_kv), (d, dv), world, x.device)
         return head_plans(heads, heads_kv, world, count)
 
     def _load(
