@@ -225,6 +225,20 @@ def predicted_many(points: list[Row]) -> str:
     )
 
 
+def over_gpus(rows: list[Row]) -> str:
+    """Measured efficiency of distributed attention, by method and transport."""
+    methods = list(dict.fromkeys(name for row in rows for name in row["efficiency"]))
+    return markdown(
+        [f"{rows[0]['gpus']} GPUs", "one GPU", *methods],
+        (
+            [f"documents, {_problem(r)}" if r["documents"] else _problem(r)]
+            + [f"{r['alone_ms']:.1f} ms"]
+            + [f"{r['efficiency'][m]:.2f}" if m in r["efficiency"] else "-" for m in methods]
+            for r in rows
+        ),
+    )
+
+
 def compared(rows: list[Row]) -> str:
     """Points measured before exchanges overlapped, beside the prediction without overlap."""
     head = ["4 GPUs", "method", "measured", "predicted without overlap", "unpredicted time",
@@ -269,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masks": table("bench-h200-masks.json", masks),
     "derivatives": table("bench-h200-derivatives.json", derivatives),
     "cpu-amx": table("cpu-amx.json", cpu, "attention"),
+    "distributed-measured": table("bench-h200x2-distributed.json", over_gpus),
     "distributed-host": table("distributed-prediction.json", predicted_host, "points"),
     "distributed-many": table("distributed-prediction.json", predicted_many, "points"),
     "distributed-compared": table("distributed-prediction.json", compared, "compared"),
