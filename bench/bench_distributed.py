@@ -311,9 +311,9 @@ def spawned(world: int, names: tuple[str, ...], given: argparse.Namespace) -> di
 
 def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with the contestants of all parts."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
     for row in (row for part in parts for row in part["rows"]):
-        before = rows.setdefault(row["name"], row)
+        before = rows.setdefault((row["gpus"], row["name"]), row)
         for key in ("milliseconds", "efficiency", "peak_mb", "left_out"):
             before[key] |= row[key]
     return list(rows.values())
@@ -367,15 +367,17 @@ def main() -> int:
         "rounds": given.rounds, "rows": [], "not_measured": [],
     }  # fmt: skip
     failed = False
+    parts: list[dict[str, Any]] = []
     for world in given.worlds:
-        parts = [spawned(world, names, given) for names in (METHODS, COPIES, tuple(PEERS))]
-        result["rows"] += merged(parts)
-        result["not_measured"] += [line for part in parts for line in part["not_measured"]]
-        failed |= parts[0]["failed"]
-    for row in result["rows"]:
-        row["predicted"] = predicted(row) if cuda else {}
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        for names in (METHODS, COPIES, tuple(PEERS)):
+            parts.append(spawned(world, names, given))
+            failed |= names == METHODS and parts[-1]["failed"]
+            result["rows"] = merged(parts)
+            result["not_measured"] = [line for part in parts for line in part["not_measured"]]
+            for row in result["rows"]:
+                row["predicted"] = predicted(row) if cuda else {}
+            if given.json is not None:  # after each part, so that nothing is lost
+                given.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0
 
 

@@ -229,10 +229,9 @@ def over_gpus(rows: list[Row]) -> str:
     """Measured efficiency of distributed attention, by method and transport."""
     methods = list(dict.fromkeys(name for row in rows for name in row["efficiency"]))
     return markdown(
-        [f"{rows[0]['gpus']} GPUs", "one GPU", *methods],
+        [f"{rows[0]['gpus']} GPUs", *methods],
         (
             [f"documents, {_problem(r)}" if r["documents"] else _problem(r)]
-            + [f"{r['alone_ms']:.1f} ms"]
             + [f"{r['efficiency'][m]:.2f}" if m in r["efficiency"] else "-" for m in methods]
             for r in rows
         ),

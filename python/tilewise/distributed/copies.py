@@ -129,6 +129,14 @@ class Copies:
             _groups[group] = _Group(ranks, device)
         self._group = _groups[group]
 
+    def open(self) -> None:
+        """Allocates memory that ranks share; all ranks must call it.
+
+        Raises:
+            RuntimeError: the GPUs cannot share memory.
+        """
+        self._group.published = self._group.grown(self._group.published, _GRAIN)
+
     def publish(
         self, table: Table, views: Views, steps: int, most: Sequence[int], what: str
     ) -> Published:

@@ -21,8 +21,8 @@ from .layout import Runs, Starts, check_layout, lengths, runs_of, short, starts_
 from .packed import PackedCut
 from .packed_call import sizes_of
 from .ranks import Ranks, all_gather, sum_dtype
+from .transport import AUTO, check_transport
 from .transport import VARIABLE as TRANSPORT
-from .transport import check_transport
 
 if TYPE_CHECKING:
     from .mask_parts import WholeMask
@@ -365,7 +365,7 @@ def _same(
     rows_at = {"q": 1, "k": 1, "v": 1} | ({} if packed else {"bias": 2})
     same: dict[str, str] = {
         "window with causal": str(window), "device": tensors[0].device.type,
-        TRANSPORT: os.environ.get(TRANSPORT, "messages"), "layout": repr(call.layout),
+        TRANSPORT: os.environ.get(TRANSPORT, AUTO), "layout": repr(call.layout),
         "method": repr(call.method),
         "reduce_replicated": str(_check.flag("reduce_replicated", call.reduce_replicated)),
     }  # fmt: skip

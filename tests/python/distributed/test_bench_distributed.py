@@ -80,9 +80,12 @@ def test_points_and_documents():
 
 
 def test_results_of_contestants_are_joined():
-    row = {"name": "a", "milliseconds": {"x": 1}, "efficiency": {}, "peak_mb": {}, "left_out": {}}
-    (both,) = bench.merged([{"rows": [row]}, {"rows": [{**row, "milliseconds": {"y": 2}}]}])
+    row = {"name": "a", "gpus": 2, "efficiency": {}, "peak_mb": {}, "left_out": {}}
+    rows = [row | {"milliseconds": {"x": 1}}], [row | {"milliseconds": {"y": 2}}]
+    (both,) = bench.merged([{"rows": x} for x in rows])
     assert both["milliseconds"] == {"x": 1, "y": 2}
+    other = row | {"gpus": 4, "milliseconds": {"x": 3}}
+    assert [x["gpus"] for x in bench.merged([{"rows": rows[0]}, {"rows": [other]}])] == [2, 4]
 
 
 # --- the stage ------------------------------------------------------------------------------------

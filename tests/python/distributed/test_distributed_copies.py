@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,3 +55,50 @@ def test_copies_equal_messages(pool, world):
         for turn, method in enumerate(METHODS[:2]):  # the ring always sends messages
             layout = LAYOUTS[(number + turn + world // 2) % 2]  # the other one with other ranks
             assert all(pool.run(world, both, case, method, layout)), (case, method, layout)
+
+
+def transports(group, missing: int, elsewhere: int, broken: int) -> str:
+    """Which transport a rank takes on a GPU if these ranks (or none: -1) lack the package, are on
+    another host, or cannot share memory.
+    """
+    import torch.distributed as dist
+
+    from tilewise.distributed import copies, transport
+    from tilewise.distributed.ranks import ranks_of
+
+    rank = dist.get_rank(group)
+
+    def imported() -> None:
+        if rank == missing:
+            raise ImportError("cuda.bindings is missing")
+
+    def opened(size, ranks, device):
+        if rank == broken:
+            raise RuntimeError("no path between GPUs")
+        return shared_memory(size, ranks, device)
+
+    host = "another" if rank == elsewhere else "this"
+    with (
+        mock.patch.object(transport, "_copying", {}),
+        mock.patch.object(transport, "_import_runtime", imported),
+        mock.patch.object(copies, "_groups", {}),
+        mock.patch.object(copies, "_Streams", lambda _device: None),
+        mock.patch.object(copies, "open_memory", opened if broken >= 0 else shared_memory),
+        mock.patch("socket.gethostname", lambda: host),
+    ):
+        device = torch.device("cuda")
+        found = [transport.transport_of(ranks_of(group), device) for _ in range(2)]
+        return type(found[1]).__name__
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_agree_on_copies_if_all_can_copy(pool, world):
+    assert pool.run(world, transports, -1, -1, -1) == ["Copies"] * world
+    assert pool.run(world, transports, 1, -1, -1) == ["Messages"] * world
+    assert pool.run(world, transports, -1, 0, -1) == ["Messages"] * world
+    assert pool.run(1, transports, 0, -1, -1) == ["Messages"]
+
+
+def test_ranks_that_cannot_share_memory_send_messages(pool):
+    """All fail: a rank that fails alone would leave the others in the exchange of addresses."""
+    assert pool.run(1, transports, -1, -1, 0) == ["Messages"]

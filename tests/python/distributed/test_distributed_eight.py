@@ -13,7 +13,14 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
 from test_distributed import (  # noqa: E402
-    CASES, LAYOUTS, METHODS, PACKED, PACKED_BASE, case_of, check_ranks, with_logits_by_turns,
+    CASES,
+    LAYOUTS,
+    METHODS,
+    PACKED,
+    PACKED_BASE,
+    case_of,
+    check_ranks,
+    with_logits_by_turns,
 )  # fmt: skip
 
 RANKS = 8  # for the fixture `pool`
