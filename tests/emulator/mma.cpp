@@ -1,4 +1,5 @@
 // Matrix products of a warp. The last lane to arrive multiplies whole matrices for all lanes.
+#include <cmath>
 #include <cstring>
 
 #include "base/half.h"
@@ -90,6 +91,13 @@ void multiply_pairs(const Calls& calls) {
 // ignored.
 float tf32(uint32_t x) { return float_of(x & 0xffffe000u); }
 
+// Tensor cores truncate their sums. Only fp32, which is split into tf32 numbers, is accurate enough
+// to show that: with this model, an H200 and the emulator differ by about a tenth of the error.
+float truncated(double sum) {
+  const auto x = static_cast<float>(sum);
+  return std::abs(static_cast<double>(x)) > std::abs(sum) ? std::nextafter(x, 0.0f) : x;
+}
+
 void multiply_tf32(const Calls& calls) {
   constexpr int kDepth = 8;
   float a[kRows][kDepth];
@@ -105,8 +113,10 @@ void multiply_tf32(const Calls& calls) {
   Sums d;
   load_sums(d, calls);
   for (int i = 0; i < kRows; ++i) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int j = 0; j < kColumns; ++j) d[i][j] += a[i][k] * b[k][j];
+    for (int j = 0; j < kColumns; ++j) {
+      double sum = d[i][j];
+      for (int k = 0; k < kDepth; ++k) sum += static_cast<double>(a[i][k]) * b[k][j];
+      d[i][j] = truncated(sum);
     }
   }
   store_sums(d, calls);

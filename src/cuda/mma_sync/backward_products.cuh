@@ -19,7 +19,8 @@ inline constexpr int kMaxInFlight = kOneGroup<Element> ? 1 : max(1, 8 / kSums);
 
 // d += a b^T: 32 rows of a (presplit) and the warp's queries of b, over the columns of the head
 // dimension. `between(k)` runs after step k and issues the copies of a later tile. The first group
-// is summed in d itself, since there are few steps and d starts near 0.
+// is summed in d itself, since there are few steps and d starts near 0. The absolute error of a
+// score is the relative error of its weight, so for fp32 a group is one step, or the two of a load.
 template <class C>
 class RowProduct {
   using Plan = BackwardPlan<C>;
@@ -41,7 +42,7 @@ class RowProduct {
     constexpr int kColumns = max(1, Plan::kWarpQueries / 16);
     constexpr int kColumnsAtOnce = min(kColumns, kMaxInFlight<Element, 4>);
     constexpr int kGroups = kMaxInFlight<Element, 4 * kColumnsAtOnce>;
-    constexpr int kInCore = kOneGroup<Element> ? kSteps : tile::kStepsInCore<Element>;
+    constexpr int kInCore = kOneGroup<Element> ? kSteps : kStepPairs ? 2 : 1;
     static_assert(kSteps % (kGroups * kInCore) == 0 && kColumns % kColumnsAtOnce == 0);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroups * kInCore) {

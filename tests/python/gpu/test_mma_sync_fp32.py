@@ -1,0 +1,28 @@
+"""fp32 on tensor cores: products of pairs of tf32 numbers, whose sums the tensor cores truncate."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases import Case, check
+
+pytestmark = pytest.mark.abi("cuda", "emulator")
+
+FEW_COLUMNS = dict(rows=(29,) * 2, keys=(29,) * 2, heads_kv=5, group=1, head_dim=16,
+                   head_dim_v=16)  # fmt: skip
+SHAPES = {
+    "few columns": FEW_COLUMNS,
+    # With this option the forward runs on another family: errors of scores do not cancel.
+    "few columns, largest logits": dict(FEW_COLUMNS, max_logits=True),
+    "one tile of rows": dict(rows=(64,), keys=(300,), heads_kv=2, group=1, head_dim=64,
+                             head_dim_v=64),
+    "more rows": dict(rows=(130,), keys=(150,), heads_kv=1, group=2, head_dim=64, head_dim_v=64),
+    "wide heads": dict(rows=(70,), keys=(100,), heads_kv=1, group=1, head_dim=128, head_dim_v=128),
+    "wider heads": dict(rows=(40,), keys=(60,), heads_kv=1, group=1, head_dim=256, head_dim_v=256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_is_as_exact_as_fp32(shape, seed):
+    check(Case("fp32", dlse=True, seed=seed, **SHAPES[shape]))
