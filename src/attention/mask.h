@@ -39,6 +39,8 @@ struct MaskRange {
                  .right = causal ? 0 : Band::kUnlimited}};
   }
 
+  TILEWISE_FN MaskRange transposed() const { return {keys, rows, band.transposed()}; }
+
   // The hull of the keys that at least one of the rows sees.
   TILEWISE_FN Range keys_of_any(Range tile) const {
     const Range inside = intersect(tile, rows);

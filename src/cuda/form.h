@@ -9,7 +9,7 @@ namespace tilewise::cuda {
 //   plain      fast path: options that cost nothing in the inner loop (scale, band, lengths, GQA,
 //              sinks)
 //   general    adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform branches
-//   masked     adds a mask: to the general form of mma_sync, to the fast path of wgmma's forward
+//   masked     adds a mask: to the general form of mma_sync, to the fast path of wgmma
 //   paged      mma_sync forward: the fast path over a block table
 //   tma        mma_sync forward: the fast path with K and V loaded by TMA
 //   tma_paged  mma_sync forward: both

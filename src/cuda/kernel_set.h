@@ -74,9 +74,11 @@ struct KernelSet {
     }
     return general;
   }
-  // In its forward.
-  bool reads_mask() const {
+  bool reads_mask_forward() const {
     return masked.forward.function != nullptr || masked.tma_forward.function != nullptr;
+  }
+  bool reads_mask_backward() const {
+    return masked.backward.function != nullptr || masked.tma_backward.function != nullptr;
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }

@@ -95,7 +95,7 @@ bool fits_plain(const Request& request) {
 }
 
 Form forward_form(const Problem& p, const KernelSet& kernel_set) {
-  if (p.mask != nullptr && kernel_set.reads_mask()) return Form::masked;
+  if (p.mask != nullptr && kernel_set.reads_mask_forward()) return Form::masked;
   if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;
@@ -111,8 +111,7 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
 }
 
 Form backward_form(const Request& request, const KernelSet& kernel_set) {
-  if (request.problem.mask != nullptr && kernel_set.masked.backward.function != nullptr)
-    return Form::masked;
+  if (request.problem.mask != nullptr && kernel_set.reads_mask_backward()) return Form::masked;
   return fits_plain(request) ? Form::plain : Form::general;
 }
 

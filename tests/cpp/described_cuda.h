@@ -47,6 +47,8 @@ inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   set.persistent_backward = set.head_dim <= 128;
   if (Sm90a::masked_forward(set.head_dim, set.head_dim_v, size).consumer_warpgroups > 0)
     set.masked.tma_forward.function = [](cuda::TmaForwardParams) {};
+  if (Sm90a::masked_backward(max(set.head_dim, set.head_dim_v), size).keys > 0)
+    set.masked.tma_backward.function = [](cuda::TmaBackwardParams) {};
   return set;
 }
 

@@ -56,8 +56,28 @@ TEST(PlannerCudaMasks, HopperHasAMaskedForward) {
   const cuda::Plan causal = forward(p, gpu_with(90));
   EXPECT_EQ(causal.order.paired_tiles, 0);
   EXPECT_TRUE(causal.dynamic_scheduling);
-  const Decision backward = plan(Request(p, gradients(p)), gpu_with(90));
-  EXPECT_EQ(backward.cuda.kernel_set->family, &cuda::mma_sync::kFamily);
+}
+
+// That of the backward has tiles of 64 queries, or of 128 at head dim 64, for all numbers of rows.
+TEST(PlannerCudaMasks, HopperHasAMaskedBackward) {
+  for (const int64_t head_dim : {64, 96, 128}) {
+    for (const int64_t rows : {1, 2048, 16384}) {
+      Problem p = with_mask(problem(TILEWISE_BFLOAT16, 4, rows, rows, 8, head_dim));
+      for (const int32_t deterministic : {0, 1}) {
+        p.deterministic = deterministic;
+        const cuda::Plan backward = plan(Request(p, gradients(p)), gpu_with(90)).cuda;
+        EXPECT_EQ(backward.kernel_set->family, &cuda::wgmma::kFamily);
+        EXPECT_EQ(backward.form, cuda::Form::masked);
+        EXPECT_EQ(backward.tile_q, head_dim == 64 ? 128 : 64);
+        EXPECT_NE(backward.nan_recompute, nullptr);
+        EXPECT_EQ(backward.order.longest_tile, cuda::LongestTile::first);
+      }
+    }
+  }
+  Problem p = with_mask(problem(TILEWISE_BFLOAT16, 4));
+  p.softcap = 5.0f;
+  const Decision other = plan(Request(p, gradients(p)), gpu_with(90));
+  EXPECT_EQ(other.cuda.kernel_set->family, &cuda::mma_sync::kFamily);
 }
 
 TEST(PlannerCudaMasks, WhyNamesTheFamilyThatReadsNoMask) {

@@ -131,10 +131,10 @@ def masks(dtype: str) -> Iterator[Shape]:
     yield replace(masked, name=f"{dtype}-ranges-nan", mask="ranges", nan=True, window=(-1, 0))
     yield replace(masked, name=f"{dtype}-ranges-varlen", mask="ranges", rows=(3, 0, 130, 70),
                   keys=(90, 20, 0, 140), varlen=True)  # fmt: skip
-    for dim in (64, 96, 128):  # enough rows for the masked form of wgmma; 2100 take its large tile
+    for dim in (64, 96, 128):  # enough rows for the masked forms of wgmma; 2100 take the large tile
         rows = replace(masked, name=f"{dtype}-rows-d{dim}", head_dim=dim, mask="ranges", sinks=True)
         yield replace(rows, name=f"{rows.name}-masked", window=(-1, 0))
-        yield replace(rows, name=f"{rows.name}-masked-nan", nan=True, backward=False)
+        yield replace(rows, name=f"{rows.name}-masked-nan", nan=True)
     yield replace(rows, name=f"{dtype}-many-rows-masked", head_dim=64, rows=(2100,), keys=(70,),
                   heads_kv=1, backward=False)  # fmt: skip
     yield Shape(f"{dtype}-blocks-pages", dtype, rows=(2, 2), keys=(300, 300), group=4,

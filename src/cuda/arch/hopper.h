@@ -161,6 +161,18 @@ struct Sm90a {
             .producer_registers = 24,
             .option_loops = false};
   }
+  // The same tile for the masked form. The warp that reads the mask needs more registers than those
+  // that load and reduce: consumers can give 16 of each thread's, or 8 at D64, without spills in
+  // their loop. Only beside tiles of 80 queries they have none to give.
+  static constexpr WgmmaBackwardTile masked_backward(int head_dim, TileSize size) {
+    WgmmaBackwardTile tile = backward(head_dim, size);
+    if (head_dim > kMaxMaskedHeadDim || tile.queries == 80) return {};
+    const int given = head_dim <= 64 ? 8 : 16;
+    tile.consumer_registers -= given;
+    tile.producer_registers += 2 * given;
+    return tile;
+  }
+
   // Whether a problem uses the small tile. Above head dim 192 a cluster is faster from 2k rows on;
   // the general form has registers for 64 queries, not for 80.
   static constexpr bool prefers_small_backward(int head_dim, int64_t rows, bool has_edges,

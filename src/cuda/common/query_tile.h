@@ -126,6 +126,7 @@ struct KeyTiles {
   }
 };
 
+using tilewise::sequence_of;
 TILEWISE_DEVICE Sequence sequence_of(const ForwardParams& p, int32_t b) {
   if (p.has_uniform_sequences) [[likely]]
     return uniform_sequence(p.problem, b);

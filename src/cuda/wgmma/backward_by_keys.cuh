@@ -30,8 +30,8 @@
 #include "cuda/common/exponent_scale.h"
 #include "cuda/wgmma/backward_consumer.h"
 #include "cuda/wgmma/backward_keys.h"
-#include "cuda/wgmma/backward_mask.h"
 #include "cuda/wgmma/backward_score_mod.h"
+#include "cuda/wgmma/backward_steps.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -41,19 +41,20 @@ template <class C, Option kOption>
 inline constexpr bool kPreloads = C::kBackward.preload && kOption != Option::any;
 
 // Adds all steps of a work tile to dk and dv. `first_step` counts the steps of the CTA's work tiles
-// before this one.
+// before this one. Returns the number of steps.
 template <class C, Option kOption>
-TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
-                                      const TileDescriptor& work_tile, const Products<C>& products,
-                                      ptx::SharedAddress shared, int warpgroup, int warp,
-                                      int32_t first_step, float (&dk)[C::kHeadDim / 2],
-                                      float (&dv)[C::kHeadDimV / 2]) {
+TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
+                                         const TileDescriptor& work_tile,
+                                         const Products<C>& products, ConsumerSteps<C>& steps,
+                                         ptx::SharedAddress shared, int warpgroup, int warp,
+                                         int32_t first_step, float (&dk)[C::kHeadDim / 2],
+                                         float (&dv)[C::kHeadDimV / 2]) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const DsStore<C> ds_store(shared, warpgroup, warp);
   const DqStaging<C> dq_staging(shared, warpgroup, warp);
   const int thread_key = warpgroup * 64 + warp * 16 + ptx::lane_index() / 4;
-  const KeyMask<C> mask(work_tile, thread_key);
+  const auto mask = steps.mask(work_tile, thread_key);
   const float scale_log2 = exponent_scale(score_of(params.problem).scale);
   [[maybe_unused]] BackwardScoreMod<C, kOption> score_mod(params, work_tile, thread_key);
   [[maybe_unused]] const bool never = params.problem.heads_q == 0;
@@ -63,8 +64,10 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   if constexpr (kOneOption<kOption>) {
     if (first_step < end) score_mod.prefetch_bias(walk);
   }
+  int32_t step = first_step;
 #pragma unroll 1
-  for (int32_t step = first_step; step < end; ++step) {
+  for (; steps.more(step, end); ++step, steps.next()) {
+    steps.begin();
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
     const ptx::SharedAddress lse =
@@ -149,7 +152,9 @@ TILEWISE_DEVICE void mainloop_by_keys(const TmaBackwardParams& params,
   ptx::wgmma_wait_group<0>();
   ptx::fence_register(dk);
   ptx::fence_register(dv);
-  if (Plan::kTile.send != arch::SendDq::at_once && end > first_step) dq_staging.send();
+  if (Plan::kTile.send != arch::SendDq::at_once && steps.end_of(step, end) > first_step)
+    dq_staging.send();
+  return step - first_step;
 }
 
 // Stores dk and dv of a warp, through its part of the shared memory of dS.
@@ -176,7 +181,8 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const Products<C> products(shared, warpgroup);
-  int32_t steps = 0;
+  ConsumerSteps<C> steps(shared);
+  int32_t first_step = 0;
 #pragma unroll 1
   for (int32_t tile_number = 0;; ++tile_number) {
     const int stage = tile_number % Plan::kDescriptorStages;
@@ -190,13 +196,14 @@ TILEWISE_DEVICE void by_keys_role(const TmaBackwardParams& p, ptx::SharedAddress
     for (float& x : dk) x = 0.0f;
 #pragma unroll
     for (float& x : dv) x = 0.0f;
-    if (work_tile.steps > 0)
+    if (steps.start(work_tile) > 0)
       prepare_kv<C>(p, work_tile, shared, ptx::thread_index() - ptx::kWarpgroupSize,
                     tile_number & 1);
     else
       wait_for_kv(barriers, tile_number & 1);
-    mainloop_by_keys<C, kOption>(p, work_tile, products, shared, warpgroup, warp, steps, dk, dv);
-    steps += work_tile.steps;
+    const int32_t walked = mainloop_by_keys<C, kOption>(p, work_tile, products, steps, shared,
+                                                        warpgroup, warp, first_step, dk, dv);
+    first_step += steps.count(walked, work_tile);
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barriers.kv_empty());
 
     if (p.key_flags.data != nullptr && ptx::any(!all_finite(dk) || !all_finite(dv)) &&

@@ -11,6 +11,8 @@
 //                                                                        backward_by_columns.cuh
 //   two reduction warps        by keys: add dQ from shared memory to     backward_reduce.h
 //                              dq_sum (by columns: the consumers do)
+//   mask warp                  (masked form, by keys) finds what the     backward_mask_reader.h
+//                              mask shows
 //
 //   what passes   from       to          stages   barriers (backward_plan.h)
 //   descriptor    producer   all         4 or 1   descriptor_full; kv_empty
@@ -18,6 +20,8 @@
 //   Q, lse        producer   consumers   2        q_full; q_empty
 //   dO, delta     producer   consumers   2 or 1   dout_full; dout_empty
 //   dQ            consumers  reduction   1        kDqFull; kDqEmpty (named barriers)
+//   mask windows  mask warp  all         8        window_full; window_empty (mask_shared.h)
+//   mask bits     mask warp  consumers   4        bits_full; bits_empty
 //
 // The timeline of a work tile of three steps (' marks the next work tile):
 //
@@ -29,6 +33,7 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/wgmma/backward_by_columns.cuh"
 #include "cuda/wgmma/backward_by_keys.cuh"
+#include "cuda/wgmma/backward_mask_reader.h"
 #include "cuda/wgmma/backward_producer.h"
 #include "cuda/wgmma/backward_reduce.h"
 
@@ -51,9 +56,11 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
   using Plan = BackwardPlan<C>;
   constexpr int kConsumerWarps = Plan::kConsumerThreads / ptx::kWarpSize;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-  if (ptx::thread_index() == 0)
+  if (ptx::thread_index() == 0) {
+    if constexpr (C::kMasked) typename Plan::MaskRegion{shared}.init_barriers();
     BackwardBarriers{shared + Plan::kBarriers}.init(kConsumerWarps, Plan::kReductionWarps,
                                                     Plan::kEmptyArrivals, Plan::kDescriptorStages);
+  }
   sync_all<C>();
 
   const int warp = ptx::uniform(ptx::warp_index());
@@ -62,6 +69,9 @@ TILEWISE_DEVICE void backward_block(const TmaBackwardParams& p) {
     if (warp == 0) producer_role<C>(p, shared);
     if constexpr (!kByColumns<C>) {
       if (warp == 1 || warp == 2) reduction_role<C>(p, shared, warp - 1);
+      if constexpr (C::kMasked) {
+        if (warp == 3) BackwardMaskReader<C>(p, shared).run();
+      }
     }
   } else {
     ptx::setmaxnreg_inc<C::kBackward.consumer_registers>();

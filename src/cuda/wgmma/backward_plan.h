@@ -5,8 +5,10 @@
 // columns of the head; one warpgroup computes P and the other dS (backward_by_columns.cuh).
 #pragma once
 
+#include "cuda/common/tile_coverage.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/wgmma/backward_sums.h"
+#include "cuda/wgmma/mask_shared.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -104,12 +106,25 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   static constexpr int kDq = kDs + kStages * DsTile::kBytes;
   static constexpr int kLse = kDq + kQueries * C::kHeadDim * 4;
   static constexpr int kDelta = kLse + kStages * kStatisticBytes;
-  // The loads of a work tile end when the previous one has released its keys. The descriptor of the
-  // next one is then in flight, and that of the previous one may still be read.
+  // The loads of a work tile end when the previous one has released its keys, whose epilogue may
+  // still read its descriptor. That of the next one is then in flight. The masked form fetches it
+  // when the loads begin, while the previous work tile is computed and the one before stored.
   static constexpr int kDescriptorStages = 4;
   static constexpr int kDescriptors = kDelta + kDoutStages * kStatisticBytes;
   static constexpr int kBarriers = kDescriptors + kDescriptorStages * int{sizeof(TileDescriptor)};
-  static constexpr int kSharedBytes = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
+  static constexpr int kBarriersEnd = kBarriers + BackwardBarriers::bytes(kDescriptorStages);
+  // In the masked form: windows and bits, and the mask as the mask warp reads it.
+  using MaskRegion =
+      MaskShared<MaskLayout{.rows = kKeys,
+                            .keys = kQueries,
+                            .mask_warps = 1,
+                            .consumer_warps = kConsumerThreads / 32,
+                            .other_warps = 1 + kReductionWarps,  // with the producer warp
+                            .barriers_at = kBarriersEnd,
+                            .at = round_up(kBarriersEnd + 8 * kMaskBarriers, 16)}>;
+  static constexpr int kCtaMask = MaskRegion::kEnd;
+  static constexpr int kSharedBytes =
+      C::kMasked ? kCtaMask + static_cast<int>(sizeof(common::CtaMask)) : kBarriersEnd;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 

@@ -6,7 +6,7 @@
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/wgmma/backward_tile.h"
+#include "cuda/wgmma/backward_steps.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -107,13 +107,15 @@ TILEWISE_DEVICE void load_kv(const TmaBackwardParams& p, const TileDescriptor& w
 
 // Replaces K and V of the previous work tile. If nothing has to be loaded, because there are no
 // steps or the consumers copy pages row by row, the barriers complete their phases all the same.
+// `steps` is 0 if the walk has ended without a step.
 template <class C>
 TILEWISE_DEVICE void replace_kv(const TmaBackwardParams& p, const TileDescriptor& work_tile,
-                                ptx::SharedAddress shared, int parity) {
+                                ptx::SharedAddress shared, const RowSteps<C>& row_steps,
+                                int32_t steps, int parity) {
   const BackwardBarriers barriers{shared + BackwardPlan<C>::kBarriers};
   ptx::mbarrier_wait_parity(barriers.kv_empty(), parity);
   if (ptx::lane_index() != 0) return;
-  if (work_tile.steps > 0 && work_tile.paged == 0) {
+  if (row_steps.count(steps, work_tile) > 0 && work_tile.paged == 0) {
     load_kv<C>(p, work_tile, shared);
   } else {
     ptx::mbarrier_arrive(barriers.k_full());
@@ -123,11 +125,11 @@ TILEWISE_DEVICE void replace_kv(const TmaBackwardParams& p, const TileDescriptor
 
 // Loads Q, dO and their statistics for all steps of a work tile. K and V are loaded after the Q and
 // dO of the first step, because the previous K and V are read until the end of their work tile.
-// `first_step` counts the steps of the CTA's work tiles before this one.
+// `first_step` counts the steps of the CTA's work tiles before this one. Returns their number.
 template <class C>
-TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescriptor& work_tile,
-                                    ptx::SharedAddress shared, int32_t first_step,
-                                    int32_t kv_parity) {
+TILEWISE_DEVICE int32_t load_work_tile(const TmaBackwardParams& p, const TileDescriptor& work_tile,
+                                       ptx::SharedAddress shared, RowSteps<C>& row_steps,
+                                       int32_t first_step, int32_t kv_parity) {
   using Plan = BackwardPlan<C>;
   const BackwardBarriers barriers{shared + Plan::kBarriers};
   const RowLoads<C, typename Plan::QTile> q{p.q, p.row_lse, work_tile.first_row,
@@ -139,8 +141,10 @@ TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescri
     return shared + static_cast<uint32_t>(first + stage * bytes);
   };
   RowWalk walk(work_tile);
+  int32_t step = 0;
 #pragma unroll 1
-  for (int32_t step = 0; step < work_tile.steps; ++step) {
+  for (; row_steps.more(step, work_tile.steps); ++step) {
+    row_steps.begin(walk);
     const int32_t global_step = first_step + step;
     const int stage = global_step & 1;
     const int parity = (global_step >> 1 & 1) ^ 1;
@@ -162,10 +166,12 @@ TILEWISE_DEVICE void load_work_tile(const TmaBackwardParams& p, const TileDescri
       dout.load_tail(to_dout, to_delta, walk, barriers.dout_full(dout_stage), valid,
                      barriers.tail_full(), 1);
     }
-    if (step == 0) replace_kv<C>(p, work_tile, shared, kv_parity);
-    walk.advance(Plan::kQueries);
+    if (step == 0) replace_kv<C>(p, work_tile, shared, row_steps, 1, kv_parity);
+    row_steps.end(walk);
   }
-  if (work_tile.steps == 0) replace_kv<C>(p, work_tile, shared, kv_parity);
+  if (row_steps.count(step, work_tile) == 0)
+    replace_kv<C>(p, work_tile, shared, row_steps, 0, kv_parity);
+  return step;
 }
 
 // Loads the next descriptor into a stage, or writes the end mark there; called by one thread.
@@ -192,6 +198,15 @@ TILEWISE_DEVICE int32_t next_index(const BackwardParams& p) {
   return static_cast<int32_t>(ptx::grid_blocks()) + ptx::atom_add(p.tile_counter, 1);
 }
 
+// Fetches the descriptor of the work tile after this one.
+template <class C>
+TILEWISE_DEVICE void fetch_next_descriptor(const BackwardParams& p, ptx::SharedAddress shared,
+                                           int32_t tile_number) {
+  if (ptx::lane_index() != 0) return;
+  constexpr int kStages = BackwardPlan<C>::kDescriptorStages;
+  fetch_descriptor<C>(p, shared, (tile_number + 1) % kStages, next_index(p));
+}
+
 template <class C>
 TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddress shared) {
   using Plan = BackwardPlan<C>;
@@ -199,6 +214,7 @@ TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddres
   ptx::griddepcontrol_wait();  // for the descriptors and the row statistics
   if (ptx::lane_index() == 0)
     fetch_descriptor<C>(p, shared, 0, static_cast<int32_t>(ptx::block_index()));
+  RowSteps<C> row_steps(shared);
   int32_t steps = 0;
 #pragma unroll 1
   for (int32_t tile_number = 0;; ++tile_number) {
@@ -206,11 +222,13 @@ TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddres
                               tile_number / Plan::kDescriptorStages & 1);
     const TileDescriptor& work_tile = tile_descriptor<C>(tile_number % Plan::kDescriptorStages);
     if (work_tile.steps < 0) return;
-    load_work_tile<C>(p, work_tile, shared, steps, (tile_number & 1) ^ 1);
+    // The mask warp works on the next work tile while this one is loaded and computed.
+    if constexpr (C::kMasked) fetch_next_descriptor<C>(p, shared, tile_number);
+    const int32_t walked =
+        load_work_tile<C>(p, work_tile, shared, row_steps, steps, (tile_number & 1) ^ 1);
     if constexpr (!Plan::kPersistent) return;
-    if (ptx::lane_index() == 0)
-      fetch_descriptor<C>(p, shared, (tile_number + 1) % Plan::kDescriptorStages, next_index(p));
-    steps += work_tile.steps;
+    if constexpr (!C::kMasked) fetch_next_descriptor<C>(p, shared, tile_number);
+    steps += row_steps.count(walked, work_tile);
   }
 }
 

@@ -5,7 +5,7 @@
 #include "cuda/ptx/bulk_copy.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/wgmma/backward_tile.h"
+#include "cuda/wgmma/backward_steps.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -56,6 +56,7 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
   float* const to = p.dq_sum + begin / 4;
   const bool elected = ptx::lane_index() == 0;
   DqSemaphore semaphore{p.dq_semaphores};
+  RowSteps<C> row_steps(shared);
   ptx::griddepcontrol_wait();  // for the zeros in dq_sum
 #pragma unroll 1
   for (int32_t tile_number = 0;; ++tile_number) {
@@ -71,14 +72,15 @@ TILEWISE_DEVICE void reduction_role(const TmaBackwardParams& p, ptx::SharedAddre
     ptx::sync_warp();
     if (elected) ptx::mbarrier_arrive(barriers.kv_empty());
 #pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
+    for (int32_t step = 0; row_steps.more(step, steps); ++step) {
+      row_steps.begin(walk);
       ptx::bar_arrive(kDqEmpty + warpgroup, kDqThreads);
       if (elected) semaphore.acquire(walk.index, order.at(walk.row));
       ptx::sync_warp();
       ptx::bar_sync(kDqFull + warpgroup, kDqThreads);
       if (elected) reduce_add(to + int64_t{walk.index} * Plan::kDqTile, from, bytes);
       ptx::sync_warp();
-      walk.advance(Plan::kQueries);
+      row_steps.end(walk);
     }
   }
   if (!elected) return;

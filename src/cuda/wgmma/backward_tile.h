@@ -160,6 +160,14 @@ struct RowWalk {
     walk.advance(tile);
     return walk;
   }
+  // For walks that leave tiles out: moves to tile `number` of a head of the group, both counted
+  // from the first.
+  TILEWISE_DEVICE void move_to(int32_t head_of_group, int32_t number, int32_t tile) {
+    const int32_t tiles = (end - work_tile.row) / tile;
+    row = work_tile.row + number * tile;
+    head = work_tile.query_head + head_of_group;
+    index = work_tile.tile_index + head_of_group * (tiles + work_tile.skipped_tiles) + number;
+  }
   // For all other callers, which hold `begin`, the first row of every head, in a register.
   TILEWISE_DEVICE void advance(int32_t tile, int32_t begin) {
     row += tile;

@@ -35,12 +35,11 @@ bool packs_or_splits(const Problem& p, const Gpu& gpu) {
 // Why the masked form does not serve a request with a mask.
 WhyNot why_no_masked_form(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
-  if (!request.is(Pass::forward)) return {.text = "its backward reads no mask"};
   if (max(p.head_dim, p.head_dim_v) > arch::Sm90a::kMaxMaskedHeadDim)
     return {.text = "it reads a mask with head dims up to 128"};
   if (is_general(p) || p.block_table != nullptr || request.dtypes.out != request.dtypes.q)
     return {.text = "beside a mask it has no score option, pages or out in float32"};
-  if (packs_or_splits(p, gpu))
+  if (request.is(Pass::forward) && packs_or_splits(p, gpu))
     return {.text = "needs more rows beside a mask: it then neither packs heads nor splits keys",
             .would_be_faster = false};
   return {};
@@ -81,8 +80,9 @@ bool prefers_small_tiles(const Request& request, const KernelSet& kernel_set) {
   const Problem& p = request.problem;
   const int64_t rows = selection_rows(p);
   if (request.is(Pass::forward)) return arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p));
-  return arch::Sm90a::prefers_small_backward(kernel_set.head_dim, rows, nan_may_leak(p),
-                                             !fits_plain(request));
+  // The masked form has the tiles of the general one.
+  const bool general = !fits_plain(request) || p.mask != nullptr;
+  return arch::Sm90a::prefers_small_backward(kernel_set.head_dim, rows, nan_may_leak(p), general);
 }
 
 const KernelSet* find(const Request& request, const Target& target) {
@@ -94,10 +94,13 @@ const KernelSet* find(const Request& request, const Target& target) {
 
 Plan plan(const Request& request, const Target& target) {
   const KernelSet* kernel_set = find(request, target);
-  if (kernel_set == nullptr || (request.problem.mask != nullptr && !kernel_set->reads_mask()))
-    return {};
+  if (kernel_set == nullptr) return {};
+  const bool forward = request.is(Pass::forward);
+  const bool reads_mask =
+      forward ? kernel_set->reads_mask_forward() : kernel_set->reads_mask_backward();
+  if (request.problem.mask != nullptr && !reads_mask) return {};
   // The forward recomputes at its own end the rows that a NaN may contaminate (nan_recompute.h).
-  if (request.is(Pass::forward)) return plan_forward(request.problem, *kernel_set, target.gpu);
+  if (forward) return plan_forward(request.problem, *kernel_set, target.gpu);
   const KernelSet* nan_recompute = nullptr;
   if (nan_may_leak(request.problem)) {
     nan_recompute = find_recompute_kernels(request, target);

@@ -9,7 +9,7 @@
 //   consumer warpgroups   (2 to 4) compute 64 rows of the tile each      forward_consumer.h
 //   mask warps            (masked form) find what the mask shows         forward_mask.h
 //
-//   what passes   from        to         stages     mbarriers of forward_shared.h
+//   what passes   from        to         stages     mbarriers of forward_shared.h, mask_shared.h
 //   work tile     scheduler   all        4          tile_located, tile_full; tile_empty
 //   Q             producer    consumers  q_buffers  q_full; q_empty
 //   K, V          producer    consumers  stages     k_full, v_full; k_empty, v_empty

@@ -212,7 +212,7 @@ class ForwardConsumer {
   TILEWISE_DEVICE void apply_softmax(int stage, int32_t tile) {
     const WorkTile& work_tile = shared_.work_tile(stage);
     if constexpr (C::kMasked) {
-      if (kMasked && !mask_.tiles.next_is_full()) mask_.bits.hide(s_, position());
+      if (kMasked && !mask_.tiles.next_is_full()) mask_.hide(s_, position());
       mask_.tiles.take();
       return weigh<kFirst, kMasked>(LinearExponent{softmax_.scale});
     }

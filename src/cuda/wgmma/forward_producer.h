@@ -83,7 +83,7 @@ class ForwardProducer {
   // Loads the key tiles that the mask shows, in the same order.
   TILEWISE_DEVICE void run_masked() {
     static_assert(kDoubleBuffersQ);
-    VisibleTiles<C> visible(shared_);
+    VisibleKeys<C> visible(shared_);
     KvCoordinates pending{};
     int32_t pending_tile = kNone;
     typename Shared::TilePipeline state;

@@ -3,28 +3,14 @@
 #pragma once
 
 #include "cuda/arch/limits.h"
-#include "cuda/common/pipeline.h"
 #include "cuda/common/tile_coverage.h"
 #include "cuda/wgmma/forward_tile.h"
+#include "cuda/wgmma/mask_shared.h"
 
 namespace tilewise::cuda::wgmma {
 
 using common::Barrier;
 using common::PipelineState;
-
-// Position in a pipeline of kStages stages: `count` is the number of stages that have been filled
-// (producer) or emptied (consumer). The producer and scheduler warps use it because it takes one
-// register per pipeline.
-template <int kStages>
-struct PipelineCounter {
-  static_assert((kStages & (kStages - 1)) == 0);
-
-  uint32_t count = 0;
-
-  TILEWISE_DEVICE int stage() const { return static_cast<int>(count % kStages); }
-  TILEWISE_DEVICE int phase() const { return static_cast<int>(count / kStages % 2); }
-  TILEWISE_DEVICE void next() { ++count; }
-};
 
 template <class C>
 struct ForwardShared {
@@ -33,11 +19,7 @@ struct ForwardShared {
   // The scheduler runs ahead: at least the next tile is described while the results of one are
   // still being stored.
   static constexpr int kTileStages = 4;
-  // The mask warps are ahead of the producer by up to eight windows, and of the consumers by up to
-  // four tiles that are not full.
   static constexpr int kMaskWarps = C::kMasked ? 2 : 0;
-  static constexpr int kWindowStages = 8;
-  static constexpr int kBitsStages = 4;
 
   using WorkTile = ForwardWorkTile<C>;
   using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
@@ -46,8 +28,6 @@ struct ForwardShared {
   using QPipeline = PipelineCounter<kTile.q_buffers>;
   using KvPipeline = PipelineCounter<kTile.stages>;
   using TilePipeline = PipelineCounter<kTileStages>;
-  using WindowPipeline = PipelineCounter<kWindowStages>;
-  using BitsPipeline = PipelineCounter<kBitsStages>;
 
   static constexpr int kQBytes = kTile.consumer_warpgroups * QTile::kBytes;
   static constexpr int kKAt = kTile.q_buffers * kQBytes;
@@ -55,8 +35,7 @@ struct ForwardShared {
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
   static constexpr int kMaskBarriersAt =
       2 * kTile.q_buffers + 4 * kTile.stages + 3 * kTileStages + 1;
-  static constexpr int kBarriers =
-      kMaskBarriersAt + (C::kMasked ? 2 * (kWindowStages + kBitsStages) : 0);
+  static constexpr int kBarriers = kMaskBarriersAt + (C::kMasked ? kMaskBarriers : 0);
   static constexpr int kTilesAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kTilesEnd = round_up(kTilesAt + kTileStages * sizeof(WorkTile), 16);
   // Per consumer warp: 16 bits for each of its rows and each key of a tile.
@@ -67,12 +46,15 @@ struct ForwardShared {
   // D256. There a bias is loaded element by element.
   static constexpr bool kHasBias =
       C::kGeneral && kBiasEnd <= arch::limits_of(C::Arch::kTable / 10).shared_bytes;
-  // In the masked form: windows, the bits of rows, and the mask as each mask warp reads it.
-  static constexpr int kMaskWords = kTile.keys / static_cast<int>(kMaskWord);  // of bits, per row
-  static constexpr int kBitsBytes = kTile.rows() * kMaskWords * 4;
-  static constexpr int kWindowBytes = 16;
-  static constexpr int kBitsAt = kTilesEnd + kWindowStages * kWindowBytes;
-  static constexpr int kMasksAt = kBitsAt + kBitsStages * kBitsBytes;
+  // In the masked form: windows and bits, and the mask as each mask warp reads it.
+  using MaskRegion = MaskShared<MaskLayout{.rows = kTile.rows(),
+                                           .keys = kTile.keys,
+                                           .mask_warps = kMaskWarps,
+                                           .consumer_warps = kConsumerWarps,
+                                           .other_warps = 1,  // the producer warp
+                                           .barriers_at = kBarriersAt + 8 * kMaskBarriersAt,
+                                           .at = kTilesEnd}>;
+  static constexpr int kMasksAt = MaskRegion::kEnd;
   static constexpr int kMaskEnd = kMasksAt + kMaskWarps * static_cast<int>(sizeof(common::CtaMask));
   static constexpr int kBytes = C::kMasked ? kMaskEnd : kHasBias ? kBiasEnd : kTilesEnd;
 
@@ -96,14 +78,7 @@ struct ForwardShared {
     return at(kBiasAt + consumer_warp * kBiasBytes);
   }
 
-  // One per 32 key tiles: the end of the tiles, and the bits that say which of them are visible and
-  // which are full.
-  TILEWISE_DEVICE ptx::SharedAddress window(int stage) const {
-    return at(kTilesEnd + stage * kWindowBytes);
-  }
-  TILEWISE_DEVICE ptx::SharedAddress bits(int stage, int row) const {
-    return at(kBitsAt + stage * kBitsBytes + row * kMaskWords * 4);
-  }
+  TILEWISE_DEVICE MaskRegion mask_region() const { return {base}; }
   TILEWISE_DEVICE common::CtaMask& mask(int mask_warp) const {
     return *reinterpret_cast<common::CtaMask*>(
         ptx::shared_memory() + kMasksAt + mask_warp * static_cast<int>(sizeof(common::CtaMask)));
@@ -121,14 +96,6 @@ struct ForwardShared {
   TILEWISE_DEVICE Barrier tile_located(int stage) const { return tile_empty(kTileStages + stage); }
   // The last V tile of a sequence has landed, with rows past the end of the sequence.
   TILEWISE_DEVICE Barrier v_tail_full() const { return tile_located(kTileStages); }
-  TILEWISE_DEVICE Barrier window_full(int stage) const { return barrier(kMaskBarriersAt + stage); }
-  TILEWISE_DEVICE Barrier window_empty(int stage) const {
-    return window_full(kWindowStages + stage);
-  }
-  TILEWISE_DEVICE Barrier bits_full(int stage) const {
-    return window_full(2 * kWindowStages + stage);
-  }
-  TILEWISE_DEVICE Barrier bits_empty(int stage) const { return bits_full(kBitsStages + stage); }
 
   // Called by one thread; the others see the barriers after the CTA's first barrier.
   TILEWISE_DEVICE void init_barriers() const {
@@ -149,22 +116,11 @@ struct ForwardShared {
       tile_located(i).init(1);
     }
     v_tail_full().init(1);
-    if constexpr (C::kMasked) init_mask_barriers();
+    if constexpr (C::kMasked) mask_region().init_barriers();
     ptx::fence_mbarrier_init();
   }
 
  private:
-  TILEWISE_DEVICE void init_mask_barriers() const {
-    for (int i = 0; i < kWindowStages; ++i) {
-      window_full(i).init(1);
-      window_empty(i).init(kConsumerWarps + 1);  // the consumer warps and the producer warp
-    }
-    for (int i = 0; i < kBitsStages; ++i) {
-      bits_full(i).init(kMaskWarps);
-      bits_empty(i).init(kConsumerWarps);
-    }
-  }
-
   TILEWISE_DEVICE ptx::SharedAddress at(int bytes) const {
     return base + static_cast<uint32_t>(bytes);
   }

@@ -14,7 +14,7 @@ from cases import Built, Case, check
 pytestmark = pytest.mark.abi("cuda", "emulator")
 
 SIZE = {"rows": (300,), "keys": (300,), "head_dim": 32, "head_dim_v": 32}
-ON_HOPPER = {"softcap": 20.0}  # beside it, a masked forward runs on these kernels there as well
+ON_HOPPER = {"softcap": 20.0}  # beside it, masks run on these kernels there as well
 DOCUMENTS = tuple((begin, end, begin, end, 1) for begin, end in ((0, 70), (70, 270), (270, 300)))
 
 
@@ -79,9 +79,10 @@ def test_more_tiles_than_a_cta_has_bits_for(heads):
         if heads
         else {"mask_ranges": (((5, 300, 0, 3, 1), (69_900, 70_000, 0, 2, 2)),)}
     )
-    check(Case("fp16", rows=rows, keys=keys, group=2, head_dim=8, head_dim_v=8, **mask))
+    case = Case("fp16", rows=rows, keys=keys, group=2, head_dim=8, head_dim_v=8, **ON_HOPPER)
+    check(dataclasses.replace(case, **mask))
 
 
 @pytest.mark.parametrize("mask", [{"mask_ranges": (DOCUMENTS,)}, {"mask_blocks": "h"}])
 def test_deterministic_sums_with_a_mask(mask):
-    check(Case("fp16", heads_kv=1, group=2, deterministic=True, **SIZE, **mask))
+    check(Case("fp16", heads_kv=1, group=2, deterministic=True, **SIZE, **ON_HOPPER, **mask))

@@ -1,5 +1,5 @@
 """Masks on the Hopper kernels: which kernels run, and their results for every kind of mask beside
-what their masked form serves. Random masks with every option are in test_properties.py."""
+what their masked forms serve. Random masks with every option are in test_properties.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import capi
 import devices
+import nonfinite_cases
 from bounds import LSE_LOW
 from cases import Built, Case, check, run
 from strategies import mask_ranges
@@ -28,16 +29,20 @@ BASE = Case("bf16", rows=(300,) * 2, keys=(330,) * 2, heads_kv=1, group=2, head_
 DOCUMENTS = tuple((begin, end, begin, end, 1) for begin, end in ((0, 70), (70, 270), (270, 300)))
 
 
-def forward_plan(case: Case) -> tuple[str, str]:
-    """The kernel that the planner selects, and why."""
+def plans(case: Case) -> list[tuple[str, str]]:
+    """The kernels that the planner selects for forward and backward, and why."""
     b = Built(case)
-    plan = capi.plan(b.attention)
-    return plan.kernel.decode(), plan.why.decode()
+    found = [capi.plan(b.attention), capi.plan(b.attention, b.gradients())]
+    return [(plan.kernel.decode(), plan.why.decode()) for plan in found]
+
+
+def serves(case: Case) -> bool:
+    return all(kernel.startswith(FAMILY) for kernel, _ in plans(case))
 
 
 @pytest.fixture(autouse=True)
 def hopper(device):
-    if not forward_plan(BASE)[0].startswith(FAMILY):
+    if not serves(BASE):
         pytest.skip(f"no {FAMILY} on this GPU or in this build, or another table is forced")
 
 
@@ -98,18 +103,7 @@ CASES = [c for c in itertools.product(OPTIONS, MASKS) if masked(*c) is not None]
 @pytest.mark.parametrize(("option", "mask"), CASES)
 def test_every_mask_runs_and_is_right(option, mask):
     case = masked(option, mask)
-    assert forward_plan(case)[0].startswith(FAMILY), forward_plan(case)
-    check(case, backward=False)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", [MASKS["documents"], MASKS["blocks"]])
-def test_the_backward_takes_what_the_forward_has_written(head_dim, mask):
-    case = dataclasses.replace(BASE, head_dim=head_dim, head_dim_v=head_dim, window=(-1, 0), **mask)
-    b = Built(case)
-    backward = capi.plan(b.attention, b.gradients())
-    assert backward.kernel.decode().startswith("cuda.mma_sync")
-    assert "cuda.wgmma would be faster, but its backward reads no mask" in backward.why.decode()
+    assert serves(case), plans(case)
     check(case)
 
 
@@ -126,8 +120,8 @@ def test_random_masks(data, option, blocks):
         case = dataclasses.replace(case, mask_ranges=data.draw(mask_ranges(case)))
     else:
         case = dataclasses.replace(case, mask_blocks=blocks)
-    assert forward_plan(case)[0].startswith(FAMILY), forward_plan(case)
-    check(case, backward=False)
+    assert serves(case), plans(case)
+    check(case)
 
 
 NOT_SERVED = {
@@ -146,9 +140,14 @@ NOT_SERVED = {
 def test_other_options_beside_a_mask_run_on_mma_sync(option):
     values, why = NOT_SERVED[option]
     case = dataclasses.replace(BASE, mask_ranges=(((0, 300, 0, 330, 1),),), **values)
-    kernel, reason = forward_plan(case)
-    assert kernel.startswith("cuda.mma_sync")
-    assert "cuda.wgmma" in reason and why in reason
+    forward, backward = plans(case)
+    assert forward[0].startswith("cuda.mma_sync")
+    assert "cuda.wgmma" in forward[1] and why in forward[1]
+    if "no score option" in why:
+        assert backward[0].startswith("cuda.mma_sync")
+        assert "cuda.wgmma" in backward[1] and why in backward[1]
+    else:  # what concerns the forward alone
+        assert backward[0].startswith(FAMILY)
 
 
 # 33 tiles of 128 keys, and 66 of 64: two or three windows, some of them empty.
@@ -167,8 +166,41 @@ def test_more_tiles_than_a_window(head_dim, ranges):
     case = dataclasses.replace(BASE, rows=(100,), keys=(4200,), heads_kv=heads, group=1,
                                head_dim=head_dim, head_dim_v=head_dim, mask_ranges=(ranges,),
                                sinks=True)  # fmt: skip
-    assert forward_plan(case)[0].startswith(FAMILY), forward_plan(case)
-    check(case, backward=False)
+    assert serves(case), plans(case)
+    check(case)
+
+
+# 66 tiles of 64 rows, and 33 of 128, per head.
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        ((0, 4200, 0, 100, 0),),
+        ((3, 9, 0, 100, 0), (4100, 4200, 0, 100, 1)),
+        ((100, 4000, 0, 70, 3), (0, 20, 80, 100, 0)),
+        ((4199, 4200, 0, 100, 0),),
+    ],
+)
+def test_more_row_tiles_than_a_window(head_dim, ranges):
+    case = dataclasses.replace(BASE, rows=(4200,), keys=(100,), head_dim=head_dim,
+                               head_dim_v=head_dim, mask_ranges=(ranges,), dlse=True)  # fmt: skip
+    assert serves(case), plans(case)
+    check(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, -1)])
+@pytest.mark.parametrize("mask", ["documents", "few rows", "nothing", "blocks per head"])
+def test_deterministic_sums(mask, window, head_dim):
+    """Row tiles that the mask hides are visited, because their semaphores count them."""
+    case = dataclasses.replace(BASE, head_dim=head_dim, head_dim_v=head_dim, window=window,
+                               deterministic=True, **MASKS[mask])  # fmt: skip
+    assert serves(case), plans(case)
+    check(case)
+    b = Built(case)
+    first, second = run(b), run(b)
+    for name, values in first.grads.items():
+        assert np.array_equal(values, second.grads[name]), name
 
 
 @pytest.mark.abi("emulator")
@@ -181,7 +213,7 @@ def test_tiles_that_a_mask_hides_are_neither_loaded_nor_computed(head_dim, monke
         case = dataclasses.replace(
             BASE, head_dim=head_dim, head_dim_v=head_dim, mask_ranges=(ranges,)
         )
-        check(case, backward=False)
+        check(case)
         found = re.findall(r"(\d+) wgmma", capfd.readouterr().err)
         return sum(map(int, found))
 
@@ -201,9 +233,10 @@ def test_invalid_entries_only_hide_pairs(kind, damage):
         b = Built(case)
         numbers = b.mask_struct.arrays[damage]
         numbers.copy_(torch.from_numpy(r.integers(-extent, extent, numbers.shape, np.int32)))
-        got = run(b, backward=False)
-        assert got.kernels[0].startswith(FAMILY)
-        assert np.isfinite(got.out).all()
+        got = run(b)
+        assert all(kernel.startswith(FAMILY) for kernel in got.kernels)
+        for values in (got.out, *got.grads.values()):
+            assert np.isfinite(values).all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -227,6 +260,44 @@ def test_hidden_keys_may_hold_anything(mask, head_dim):
         assert np.abs(got.out[rows, head] - want.out[rows, head]).max() <= unit
         np.testing.assert_allclose(got.lse[rows, head], want.lse[rows, head], LSE_LOW, LSE_LOW)
         assert np.isnan(got.out[~rows, head]).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["documents", "few rows", "blocks per head"])
+def test_a_nan_reaches_the_gradients_of_what_sees_it(mask, head_dim):
+    case = dataclasses.replace(BASE, rows=(300,), keys=(330,), head_dim=head_dim,
+                               head_dim_v=head_dim, **MASKS[mask])  # fmt: skip
+    b = Built(case)
+    clean = run(b)
+    b.k[0, 65], b.v[0, 65] = np.nan, np.inf
+    got = run(b)
+    assert all(kernel.startswith(FAMILY) for kernel in got.kernels)
+    seen = np.broadcast_to(b.mask[0], (2, 300, 330))
+    rows = seen[:, :, 65].T  # [row, head]
+    keys = np.einsum("rh,hrk->k", rows.astype(int), seen.astype(int)) > 0
+    assert rows.any() and not rows.all()
+    nonfinite_cases.expect(got.grads["q"], clean.grads["q"], rows[..., None], "bf16", "dq")
+    for name in "kv":
+        nonfinite_cases.expect(got.grads[name], clean.grads[name], keys[:, None, None], "bf16",
+                               f"d{name}")  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_and_keys_that_see_nothing_may_hold_anything(deterministic, head_dim):
+    ranges = ((0, 90, 0, 60, 1), (110, 300, 0, 60, 0), (0, 60, 75, 330, 0))
+    case = dataclasses.replace(BASE, rows=(300,), keys=(330,), head_dim=head_dim,
+                               head_dim_v=head_dim, deterministic=deterministic, dlse=True,
+                               mask_ranges=(ranges,))  # fmt: skip
+    clean, dirty = Built(case), Built(case)
+    dirty.q[0, 90:110], dirty.dout[0, 90:110] = np.nan, np.inf
+    dirty.k[0, 60:75], dirty.v[0, 60:75] = np.inf, np.nan
+    want, got = run(clean), run(dirty)
+    assert all(kernel.startswith(FAMILY) for kernel in got.kernels)
+    for name in "qkv":
+        nonfinite_cases.expect(got.grads[name], want.grads[name], np.False_, "bf16", f"d{name}")
+    assert not got.grads["q"][90:110].any()
+    assert not got.grads["k"][60:75].any() and not got.grads["v"][60:75].any()
 
 
 # Amounts added to the scores of the keys of each tile of 64: see test_wgmma.py. Rows whose first
