@@ -37,12 +37,17 @@ struct FamilyFacts {
   const char* requires_;  // the hardware that it needs
   DtypeSet dtypes;        // of q
   PassSet passes;
-  int32_t max_head_dim;  // of q and k, and of v
+  DtypeSet jvp_dtypes = kFloatDtypes;  // those of `dtypes` that Pass::jvp takes
+  int32_t max_head_dim;                // of q and k, and of v
 
+  constexpr bool has(Pass pass, int32_t dtype) const {
+    return dtypes.contains(dtype) && passes.contains(pass) &&
+           (pass != Pass::jvp || jvp_dtypes.contains(dtype));
+  }
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;
-    return dtypes.contains(request.dtypes.q) && passes.contains(request.pass) &&
-           p.head_dim <= max_head_dim && p.head_dim_v <= max_head_dim;
+    return has(request.pass, request.dtypes.q) && p.head_dim <= max_head_dim &&
+           p.head_dim_v <= max_head_dim;
   }
 };
 

@@ -57,10 +57,10 @@ tilewise_kernel_info describe(const Row& row) {
   info.device = row.device;
   info.dtype = row.dtype;
   info.max_head_dim = facts.max_head_dim;
-  info.forward = facts.passes.contains(Pass::forward) ? 1 : 0;
-  info.backward = facts.passes.contains(Pass::backward) ? 1 : 0;
-  info.jvp = facts.passes.contains(Pass::jvp) ? 1 : 0;
-  info.second = facts.passes.contains(Pass::second) ? 1 : 0;
+  info.forward = facts.has(Pass::forward, row.dtype) ? 1 : 0;
+  info.backward = facts.has(Pass::backward, row.dtype) ? 1 : 0;
+  info.jvp = facts.has(Pass::jvp, row.dtype) ? 1 : 0;
+  info.second = facts.has(Pass::second, row.dtype) ? 1 : 0;
   info.available = row.available ? 1 : 0;
   info.proved = row.proved ? 1 : 0;
   std::snprintf(info.name, sizeof(info.name), "%s", facts.name);

@@ -56,6 +56,8 @@ struct KernelSet {
   int32_t prepare_splits = 1;        // CTAs of the prepare kernel per row tile
   // The kernels with smaller tiles for problems with few rows; null: none.
   const KernelSet* few_rows = nullptr;
+  // The kernels of Pass::jvp if their tiles are not those of the forward; null: this set has them.
+  const KernelSet* tangents = nullptr;
 
   const FormKernels& form(Form which) const {
     switch (which) {
@@ -82,7 +84,8 @@ struct KernelSet {
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }
-  bool has_jvp() const { return general.jvp.function != nullptr; }
+  const KernelSet& of_jvp() const { return tangents != nullptr ? *tangents : *this; }
+  bool has_jvp() const { return of_jvp().plain.jvp.function != nullptr; }
   bool has_second() const { return general.second.function != nullptr; }
 };
 

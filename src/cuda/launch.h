@@ -14,7 +14,7 @@ namespace tilewise::cuda {
 class ForwardLaunch {
  public:
   ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace);
-  // Pass::jvp: the same launches around its kernel; `prepared` is the result of prepare_jvp.
+  // For launch_jvp, which makes the launches after the main kernel itself.
   ForwardLaunch(const Problem& problem, const Plan& plan, void* workspace,
                 common::PrepareParams prepared);
   void finish();
@@ -28,6 +28,9 @@ class ForwardLaunch {
 
   const FormKernels& kernels() const { return plan.kernel_set->form(plan.form); }
 };
+
+// Pass::jvp: [index check] [prepare] main [NaN recompute].
+void launch_jvp(const Request& request, const Plan& plan, void* workspace);
 
 // The launches of a backward: [index check] [prepare] main kernels [NaN recompute] [dbias] [dsinks]
 // [sums of dsinks and dscale]. Pass::second has the same; its family launches a dbias of its own

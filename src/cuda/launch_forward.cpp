@@ -39,6 +39,14 @@ ForwardParams main_params(const Problem& p, const Plan& plan, const ForwardWorks
   return params;
 }
 
+// Computes the flagged tiles again, each with all of its keys.
+template <class Params>
+void recompute(const Kernel<Params>& kernel, const ForwardLaunch& forward, const Params& params) {
+  const Tile& tile = forward.plan.nan_recompute->forward_tile;
+  launch(kernel, recompute_blocks(params.flags, tile, forward.problem.device_index),
+         forward.problem.stream, params, Start::dependent);
+}
+
 }  // namespace
 
 ForwardLaunch::ForwardLaunch(const Problem& p, const Plan& a_plan, void* workspace)
@@ -71,12 +79,18 @@ void ForwardLaunch::finish() {
     launch(kernel, common::combine_blocks(params), problem.stream, params, Start::dependent);
   }
   if (plan.nan_recompute == nullptr) return;
-  // The recompute has the same tiles, each with all of its keys.
   params.order.splits = 1;
   params.split_rule = {};
-  launch(plan.nan_recompute->form(Form::general).forward,
-         recompute_blocks(params.flags, plan.nan_recompute->forward_tile, problem.device_index),
-         problem.stream, params, Start::dependent);
+  recompute(plan.nan_recompute->form(Form::general).forward, *this, params);
+}
+
+void launch_jvp(const Request& request, const Plan& plan, void* workspace) {
+  const Problem& p = request.problem;
+  const ForwardLaunch jvp(p, plan, workspace, common::prepare_jvp(p, request.tangents));
+  const JvpParams params{jvp.params, request.tangents};
+  launch(jvp.kernels().jvp, plan.blocks, p.stream, params, jvp.start);
+  if (plan.nan_recompute != nullptr)
+    recompute(plan.nan_recompute->form(Form::general).jvp, jvp, params);
 }
 
 }  // namespace tilewise::cuda

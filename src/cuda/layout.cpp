@@ -58,6 +58,7 @@ bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
 bool rows_are_aligned(const Request& request) {
   const Problem& p = request.problem;
   const Gradients& g = request.gradients;
+  const Tangents& t = request.tangents;
   const Dtypes& dtypes = request.dtypes;
   const int64_t bytes_of_key = element_bytes(dtypes.kv);
   if (p.head_dim * bytes_of_key % kAlignment != 0 || p.head_dim_v * bytes_of_key % kAlignment != 0)
@@ -72,6 +73,10 @@ bool rows_are_aligned(const Request& request) {
   const auto aligned_if_given = [](const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
     return view.data == nullptr || aligned(view, shape, dtype);
   };
+  const bool tangents =
+      aligned_if_given(t.q, rows, dtypes.q) && aligned_if_given(t.k, keys, dtypes.kv) &&
+      aligned_if_given(t.v, keys, dtypes.kv) && aligned_if_given(t.out, rows, dtypes.out);
+  if (request.is(Pass::jvp) || !tangents) return tangents;
   return aligned(g.dout, rows, dtypes.q) && aligned_if_given(g.dq, rows, dtypes.q) &&
          aligned_if_given(g.dk, gradients, dtypes.kv) &&
          aligned_if_given(g.dv, gradients, dtypes.kv);

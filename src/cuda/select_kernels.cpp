@@ -27,7 +27,8 @@ bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
 }
 
 bool serves_jvp(const KernelSet& kernel_set, const Gpu& gpu) {
-  return kernel_set.has_jvp() && fit(gpu, kernel_set.plain.jvp, kernel_set.general.jvp);
+  return kernel_set.has_jvp() &&
+         fit(gpu, kernel_set.of_jvp().plain.jvp, kernel_set.of_jvp().general.jvp);
 }
 
 bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {

@@ -124,6 +124,15 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
       }
       set.few_rows = &few_rows.back();
     }
+    const auto jvp = cuda::arch::jvp_tile<Arch>(bytes, instance.head_dim);
+    if (jvp.warps > 0) {
+      static std::deque<cuda::KernelSet> tangents;
+      cuda::KernelSet& kernels = tangents.emplace_back(set);
+      kernels.forward_tile = {
+          .rows = jvp.rows(), .keys = jvp.keys, .blocks_per_sm = jvp.blocks_per_sm};
+      kernels.plain.jvp.function = [](cuda::JvpParams) {};
+      set.tangents = &kernels;
+    }
     if (backward.key_warps > 0) {
       set.backward_tile = {.rows = backward.queries,
                            .keys = backward.keys(),

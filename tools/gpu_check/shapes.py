@@ -142,11 +142,17 @@ def masks(dtype: str) -> Iterator[Shape]:
 
 
 def tangents(dtype: str) -> Iterator[Shape]:
-    """Forward mode and second derivatives; and largest logits and out in float32."""
+    """Forward mode (the plain form of 16 bits has tensor cores) and second derivatives; and largest
+    logits and out in float32.
+    """
     for dim in (64, 128, 256, 512):
         plain = Shape(f"{dtype}-tangents-d{dim}", dtype, dim, rows=(70,), keys=(90,), tangents=True)
         yield plain
-    yield replace(plain, name=f"{dtype}-tangents-general", head_dim=64, general=True, sinks=True)
+    for dim in (64, 128):
+        general = replace(plain, name=f"{dtype}-tangents-general-d{dim}", head_dim=dim)
+        yield replace(general, general=True, sinks=True)
+    yield replace(plain, name=f"{dtype}-tangents-nan", head_dim=128, sinks=True, nan=True,
+                  keys=(170,), rows=(150,))  # fmt: skip
     for dim in (64, 128):
         results = Shape(f"{dtype}-results-d{dim}", dtype, dim, sinks=True, max_logits=True,
                         float32_out=dtype != "fp32")  # fmt: skip

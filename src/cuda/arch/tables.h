@@ -366,4 +366,14 @@ struct Sm75 {
   }
 };
 
+// The tile of the tangents of out and lse. The four stages hold K, K', V and V'. At D64, 64 keys
+// would spill; with Q and Q', the stages take 56 KB at D64 and 96 KB at D128.
+template <class Arch>
+constexpr ForwardTile jvp_tile(int element_bytes, int head_dim) {
+  const bool built = element_bytes == 2 && (head_dim == 64 || head_dim == 128);
+  if (!Arch::kAsyncCopy || !built) return kNoForward;
+  const int keys = head_dim == 64 ? 48 : 32;
+  return {.warps = 4, .warp_rows = 32, .keys = keys, .stages = 4, .blocks_per_sm = 2};
+}
+
 }  // namespace tilewise::cuda::arch

@@ -68,8 +68,15 @@ struct Config {
                                             : kGeneral || !kWarpPipeline;
 };
 
+// The configuration of the tangents of out and lse (jvp.cuh): the fast path with tiles of its own.
+template <class Arch, class Element, int kHeadDim>
+struct JvpConfig : Config<Arch, Element, kHeadDim, Form::plain> {
+  static constexpr arch::ForwardTile kForward = arch::jvp_tile<Arch>(Element::kBytes, kHeadDim);
+};
+
 // The kernels:
 //   forward.cuh            forward<Config>(ForwardParams; TmaForwardParams in the TMA forms)
+//   jvp.cuh                jvp<JvpConfig>(JvpParams)
 //   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
 //   backward_main.cuh      backward<Config>(BackwardParams)
 //   backward_finish.cuh    backward_finish<Config>(BackwardParams)

@@ -17,7 +17,27 @@ struct BackwardRegions : BackwardWorkspace {
 
 int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
 
+// Why not Pass::jvp, whose kernels are the fast path alone.
+WhyNot why_no_jvp(const Request& request, const Gpu& gpu) {
+  const Problem& p = request.problem;
+  const int32_t kv = request.dtypes.kv;
+  if (kv != TILEWISE_FLOAT16 && kv != TILEWISE_BFLOAT16)
+    return {.text = "it has a jvp for float16 and bfloat16 alone"};
+  if (table(gpu) == arch::Sm75::kTable) return {.text = "its jvp needs sm_80"};
+  if (max(p.head_dim, p.head_dim_v) > kTangentHeadDims.back())
+    return {.text = "its jvp takes head dimensions up to 128"};
+  if (is_general(p) || p.mask != nullptr)
+    return {.text = "its jvp takes no softcap, ALiBi slopes, bias, dropout or mask"};
+  if (const WhyNot why = why_no_other_out(request)) return why;
+  if (!fits_plain(request))
+    return {.text =
+                "its jvp needs rows of inputs, out and tangents that start at multiples of "
+                "16 bytes"};
+  return {};
+}
+
 WhyNot why_not(const Request& request, const Gpu& gpu) {
+  if (request.is(Pass::jvp)) return why_no_jvp(request, gpu);
   if (const WhyNot why = why_no_max_logits(request)) return why;
   const int32_t kv = request.dtypes.kv;
   if (request.problem.mask != nullptr && kv == TILEWISE_FLOAT32)
@@ -66,6 +86,17 @@ Plan plan_forward(const Problem& p, const KernelSet& large, const Gpu& gpu,
   return plan;
 }
 
+// The tiles of a forward, each with all of its keys.
+Plan plan_jvp(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu,
+              const KernelSet* nan_recompute) {
+  Plan plan = plan_forward_tiles(p, kernel_set.of_jvp(), gpu);
+  if (!plan.can_be_launched()) return plan;
+  plan_forward_grid(plan, p, gpu);
+  plan.nan_recompute = nan_recompute;
+  if (plan.can_be_launched()) finish_forward_plan(plan, p, gpu);
+  return plan;
+}
+
 BackwardRegions backward_regions(const Request& request, const Plan& plan) {
   Workspace workspace;
   BackwardRegions regions;
@@ -95,7 +126,9 @@ Plan plan(const Request& request, const Target& target) {
   const KernelSet* kernel_set = find(request, target);
   if (kernel_set == nullptr) return {};
   const KernelSet* nan_recompute = nullptr;
-  if (nan_may_leak(request.problem)) {
+  // In a jvp, the products of weights and tangents of scores may also overflow fp16.
+  const bool overflows = request.is(Pass::jvp) && request.dtypes.kv == TILEWISE_FLOAT16;
+  if (overflows || nan_may_leak(request.problem)) {
     nan_recompute = find_recompute_kernels(request, target);
     if (nan_recompute == nullptr) return {};
   }
@@ -105,6 +138,7 @@ Plan plan(const Request& request, const Target& target) {
     case Pass::backward:
       return plan_backward(request, *kernel_set, target.gpu, nan_recompute);
     case Pass::jvp:
+      return plan_jvp(request.problem, *kernel_set, target.gpu, nan_recompute);
     case Pass::second:
       return {};  // not in `passes`
   }
@@ -165,13 +199,14 @@ constexpr FamilyRow kFamily = {
     .facts = {.name = "cuda.mma_sync",
               .requires_ = "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32",
               .dtypes = kFloatDtypes,
-              .passes = PassSet::of(Pass::forward, Pass::backward),
+              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp),
+              .jvp_dtypes = kHalfDtypes,
               .max_head_dim = kHalfHeadDims.back()},
     .sm = {.first = 75},
     .table = table,
     .why_not = why_not,
     .plan = plan,
-    .launch = launch_pass<launch_forward, launch_backward>,
+    .launch = launch_pass<launch_forward, launch_backward, launch_jvp>,
 };
 
 }  // namespace tilewise::cuda::mma_sync

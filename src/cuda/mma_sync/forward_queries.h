@@ -12,11 +12,13 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// Copies the rows of the tile in `view`, which is q or has its layout, to the Q tile at `q`.
 template <class C>
-TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx::SharedAddress q) {
+TILEWISE_DEVICE void load_query_rows(const tilewise_tensor& view, int64_t head_dim,
+                                     const QueryTile& q_tile, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
-  const int columns = static_cast<int>(p.head_dim);
+  const int columns = static_cast<int>(head_dim);
   if (!C::kGeneral && !C::kWarpPipeline && !q_tile.rows.packed()) {
     using Lanes = tile::CopyLanes<C::kForward.threads(), C::kForward.rows(), kRowBytes>;
     const Lanes lanes(row_thread<C>());
@@ -24,28 +26,33 @@ TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column)
       exists[column] = lanes.chunk_of(column) * (16 / Element::kBytes) < columns;
-    const char* row = static_cast<const char*>(p.q.data) +
-                      q_tile.offset_unpacked(p.q, lanes.row) * Element::kBytes + lanes.chunk * 16;
-    copy_rows<C>(q, lanes, row, p.q.stride_row * Element::kBytes, q_tile.rows.count - lanes.row,
+    const char* row = static_cast<const char*>(view.data) +
+                      q_tile.offset_unpacked(view, lanes.row) * Element::kBytes + lanes.chunk * 16;
+    copy_rows<C>(q, lanes, row, view.stride_row * Element::kBytes, q_tile.rows.count - lanes.row,
                  exists);
     return;
   }
   using Rows = PackedRows<C>;
-  const Rows rows(q_tile, p.q);
+  const Rows rows(q_tile, view);
   const ptx::SharedAddress q_of_warp = q + rows.first() * kRowBytes;
-  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.q, columns);
+  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(view, columns);
 #pragma unroll Rows::kPassesInFlight
   for (int pass = 0; pass < Rows::Lanes::kPasses; ++pass) {
     const int64_t offset = rows.offset(pass);
     if (!rows.lanes.has(pass)) continue;
     const char* const row =
-        rows.exists(pass) ? static_cast<const char*>(p.q.data) + offset : nullptr;
+        rows.exists(pass) ? static_cast<const char*>(view.data) + offset : nullptr;
 #pragma unroll
     for (int column = 0; column < Rows::Lanes::kColumns; ++column) {
       copy_row_chunk<C, Element>(q_of_warp + rows.lanes.offset(pass, column), row,
                                  rows.lanes.chunk_of(column), columns, aligned);
     }
   }
+}
+
+template <class C>
+TILEWISE_DEVICE void load_queries(const Problem& p, const QueryTile& q_tile, ptx::SharedAddress q) {
+  load_query_rows<C>(p.q, p.head_dim, q_tile, q);
 }
 
 // With a float8 cache, queries become F16 in the column order of the cache. BF16 has a wider range

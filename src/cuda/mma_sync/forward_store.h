@@ -7,6 +7,33 @@
 
 namespace tilewise::cuda::mma_sync {
 
+// The addresses of a lane's sums in the Q tile, when that holds rows of out.
+template <class C>
+class OutputLane {
+  static constexpr int kBytes = C::Element::kBytes;
+  static constexpr int kRowBytes = C::kHeadDim * kBytes;
+  static constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
+
+ public:
+  TILEWISE_DEVICE OutputLane(ptx::SharedAddress q, const LanePosition& position) {
+    const int column = C::Columns::of_lane(position.column) * kBytes;
+    first_ = q + tile::Swizzle<kRowBytes>::offset(position.row0, column / 16) + column % 16;
+  }
+
+  // Pair n of columns in row (i, h). Rows 8 apart have the same swizzle: one exclusive or per 16
+  // bytes, immediates for the rest.
+  TILEWISE_DEVICE ptx::SharedAddress at(int i, int h, int n) const {
+    const int byte = C::Columns::of_tile(n) * kBytes;
+    const int chunk = byte / 16;
+    return (first_ ^ static_cast<uint32_t>(chunk % kPeriod * 16)) +
+           static_cast<uint32_t>(chunk / kPeriod * kPeriod * 16 + byte % 16 +
+                                 (16 * i + 8 * h) * kRowBytes);
+  }
+
+ private:
+  ptx::SharedAddress first_;
+};
+
 // Writes a warp's output rows to its own rows of the Q tile, which is no longer read, so that whole
 // rows can be stored together. Only the first `rows` rows of the tile exist, often few in a decode.
 template <class C>
@@ -14,12 +41,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
                                    const LanePosition& position, const Outputs<C>& o,
                                    const RowResults<C::kForward.warp_rows / 16>& result) {
   using Element = typename C::Element;
-  constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
-  constexpr int kPeriod = tile::Swizzle<kRowBytes>::kPeriod;
-  // Rows 8 apart have the same swizzle: one exclusive or per 16 bytes, immediates for the rest.
-  const int column = C::Columns::of_lane(position.column) * Element::kBytes;
-  const ptx::SharedAddress lane =
-      q + tile::Swizzle<kRowBytes>::offset(position.row0, column / 16) + column % 16;
+  const OutputLane<C> lane(q, position);
 #pragma unroll
   for (int i = 0; i < C::kForward.warp_rows / 16; ++i) {
 #pragma unroll
@@ -29,12 +51,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
       for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
-        const int byte = C::Columns::of_tile(n) * Element::kBytes;
-        const int chunk = byte / 16;
-        const ptx::SharedAddress to =
-            (lane ^ static_cast<uint32_t>(chunk % kPeriod * 16)) +
-            static_cast<uint32_t>(chunk / kPeriod * kPeriod * 16 + byte % 16 +
-                                  (16 * i + 8 * h) * kRowBytes);
+        const ptx::SharedAddress to = lane.at(i, h, n);
         if constexpr (Element::kBytes == 2) {
           ptx::st_shared_b32(to, pack_output<C>(p, low, high));
         } else {
@@ -46,23 +63,23 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
   }
 }
 
+// Stores the rows of the tile at `q` to `view`, which is out or has its layout.
 template <class C>
-TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
-                                   ptx::SharedAddress q) {
+TILEWISE_DEVICE void store_rows(const tilewise_tensor& view, int64_t head_dim_v,
+                                const QueryTile& q_tile, ptx::SharedAddress q) {
   using Element = typename C::Element;
   constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
   constexpr int kPerChunk = 16 / Element::kBytes;
   using Lanes = typename PackedRows<C>::Lanes;
   const int thread = opaque_thread<C>();
   const Lanes lanes(thread % ptx::kWarpSize);
-  const int columns = static_cast<int>(p.head_dim_v);
+  const int columns = static_cast<int>(head_dim_v);
   const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;
   if (!C::kGeneral && !q_tile.rows.packed()) {
     const int32_t left = q_tile.rows.count - row0 - lanes.row;
-    const int64_t step = Lanes::kRowsPerPass * p.out.stride_row * Element::kBytes;
-    char* out = static_cast<char*>(p.out.data) +
-                q_tile.offset_unpacked(p.out, row0 + lanes.row) * Element::kBytes +
-                lanes.chunk * 16;
+    const int64_t step = Lanes::kRowsPerPass * view.stride_row * Element::kBytes;
+    char* out = static_cast<char*>(view.data) +
+                q_tile.offset_unpacked(view, row0 + lanes.row) * Element::kBytes + lanes.chunk * 16;
 #pragma unroll
     for (int pass = 0; pass < Lanes::kPasses; ++pass) {
       if (!lanes.has(pass)) continue;
@@ -78,13 +95,13 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
     return;
   }
   using Rows = PackedRows<C>;
-  const Rows rows(q_tile, p.out);
-  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(p.out, columns);
+  const Rows rows(q_tile, view);
+  const bool aligned = !C::kGeneral || rows_are_aligned<Element>(view, columns);
 #pragma unroll Rows::kPassesInFlight
   for (int pass = 0; pass < Lanes::kPasses; ++pass) {
     const int64_t offset = rows.offset(pass);
     if (!lanes.has(pass) || !rows.exists(pass)) continue;
-    char* const out = static_cast<char*>(p.out.data) + offset;
+    char* const out = static_cast<char*>(view.data) + offset;
 #pragma unroll
     for (int column = 0; column < Lanes::kColumns; ++column) {
       const int chunk = lanes.chunk_of(column);
@@ -99,6 +116,12 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
       }
     }
   }
+}
+
+template <class C>
+TILEWISE_DEVICE void store_outputs(const Problem& p, const QueryTile& q_tile,
+                                   ptx::SharedAddress q) {
+  store_rows<C>(p.out, p.head_dim_v, q_tile, q);
 }
 
 }  // namespace tilewise::cuda::mma_sync

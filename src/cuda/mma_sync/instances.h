@@ -13,6 +13,9 @@ inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 
+// The ones of these that have a jvp, though not on sm_75.
+inline constexpr std::array kTangentHeadDims = {64, 128};
+
 inline constexpr std::array kTables = {
     TileTable{.name = "Sm75", .number = arch::Sm75::kTable, .architectures = "75-real 75-virtual"},
     TileTable{.name = "Sm80", .number = arch::Sm80::kTable, .architectures = "80-real 80-virtual"},

@@ -85,14 +85,6 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
   backward.finish();
 }
 
-void launch_jvp(const Request& request, const Plan& plan, void* workspace) {
-  const Problem& p = request.problem;
-  ForwardLaunch jvp(p, plan, workspace, common::prepare_jvp(p, request.tangents));
-  cuda::launch(jvp.kernels().jvp, plan.blocks, p.stream, JvpParams{jvp.params, request.tangents},
-               jvp.start);
-  jvp.finish();
-}
-
 // The kernels of a backward with those of the second derivatives in their places.
 void launch_second(const Request& request, const Plan& plan, void* workspace) {
   const Regions regions = backward_workspace(request, plan);

@@ -10,9 +10,10 @@
 // the mean of s' over the first tile that a row sees. What the tangents of all keys share, such as
 // the tangent of a time embedding, then never enters W, whose rounding it would dominate.
 //
-// Grid: a CTA per work tile of params.order, as in the forward, with all keys of its rows. Products
-// whose tangent is absent are left out. Reads q, k, v, bias, sinks, out, lse, their tangents and
-// the index arrays; writes tangents.out and tangents.lse.
+// A CTA computes a work tile of params.order, as in the forward, with all keys of its rows; with
+// flags it computes its share of the flagged tiles. Products whose tangent is absent are left out.
+// Reads q, k, v, bias, sinks, out, lse, their tangents and the index arrays; writes tangents.out
+// and tangents.lse.
 #pragma once
 
 #include "cuda/simt/forward.cuh"
@@ -158,6 +159,7 @@ struct Jvp {
 
   TILEWISE_DEVICE void run(const RowTile& tile) {
     const Band& band = shared().sequence.band;
+    ptx::sync_block();  // the table of the previous rows has been read
     const Range keys = band.keys_of_any(tile.rows());
     load_row_table(p, tile, p.out, {0, band.keys});
     load_lse(p);
@@ -172,20 +174,29 @@ struct Jvp {
   }
 };
 
-// Grid: the tiles of params.order, of kTile packed rows.
+template <class C>
+TILEWISE_DEVICE void jvp_tile(const JvpParams& params, int32_t tile) {
+  const TileOrder::WorkTile work_tile = params.order.at(tile);
+  if (work_tile.sequence < 0) return;
+  load_sequence(params, work_tile.sequence);
+  const Band& band = shared().sequence.band;
+  const int64_t begin = int64_t{work_tile.tile} * params.row_tile;
+  const int64_t end = min(begin + params.row_tile, params.packing.packed(band.rows));
+  if (begin >= end) return;
+  find_faults(params, {0, band.keys});
+  Jvp<C> jvp(params);
+  const int64_t first_head = work_tile.head * params.packing.group;
+  for (int64_t row = begin; row < end; row += kTile)
+    jvp.run({params.packing, first_head, {row, min(row + kTile, end)}});
+}
+
+// Grid: the tiles of params.order; any size with flags.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void jvp(TILEWISE_PARAMETER JvpParams params) {
   ptx::griddepcontrol_wait();
-  const TileOrder::WorkTile work_tile = params.order.at(ptx::block_index());
-  if (work_tile.sequence < 0) return;
-  load_sequence(params, work_tile.sequence);
-  const Band& band = shared().sequence.band;
-  const int64_t begin = int64_t{work_tile.tile} * kTile;
-  const int64_t end = min(begin + kTile, params.packing.packed(band.rows));
-  if (begin >= end) return;
-  find_faults(params, {0, band.keys});
-  Jvp<C>(params).run({params.packing, work_tile.head * params.packing.group, {begin, end}});
+  for (int32_t tile = first_tile(params.flags); tile != kNoTile; tile = next_tile(params.flags))
+    jvp_tile<C>(params, tile);
 }
 
 }  // namespace tilewise::cuda::simt

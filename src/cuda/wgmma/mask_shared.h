@@ -80,7 +80,7 @@ struct MaskShared {
       window_empty(i).init(kLayout.consumer_warps + kLayout.other_warps);
     }
     for (int i = 0; i < kBitsStages; ++i) {
-      bits_full(i).init(kLayout.mask_warps);
+      bits_full(i).init(kLayout.mask_warps * ptx::kWarpSize);
       bits_empty(i).init(kLayout.consumer_warps);
     }
   }
@@ -210,9 +210,10 @@ class MaskWriter {
     shared_.bits_empty(stage).wait(bits_state_.phase() ^ 1);
     return stage;
   }
+  // Every lane arrives for the bits that it has stored: racecheck does not see that a barrier of the
+  // warp orders them before the arrival of another lane.
   TILEWISE_DEVICE void end_bits() {
-    ptx::sync_warp();
-    if (ptx::lane_index() == 0) shared_.bits_full(bits_state_.stage()).arrive();
+    shared_.bits_full(bits_state_.stage()).arrive();
     bits_state_.next();
   }
 

@@ -30,6 +30,16 @@ CASES = {
     "mask, bias": ({"mask": True, "bias": (1, 1, ROWS, KEYS), "window": (140, 20)}, "qkv bias"),
     "ranges": ({"ranges": True, "window": (120, 30)}, "qkv scale"),
     "varlen": ({"lengths": True, "causal": True}, "qv"),
+    # More rows and keys than a tile has, in the kernels for 64 and for 128 columns.
+    "many tiles, causal": ({"size": (300, 350), "dims": (128, 96), "causal": True}, "qkv"),
+    "many tiles, window": (
+        {"size": (290, 350), "dims": (64, 40), "window": (200, 20), "sinks": True},
+        "qkv scale sinks",
+    ),
+    "many tiles, narrow window": (
+        {"size": (150, 200), "dims": (40, 64), "window": (9, 2), "sinks": True}, "qkv sinks"
+    ),
+    "many tiles, v and scale": ({"size": (150, 200), "dims": (64, 128), "scale": -0.1}, "v scale"),
     # GPU kernels are compiled for 64, 128, 256 and 512 columns.
     **{f"{dims}, bias, dropout": (
         {"dims": dims, "bias": (1, HEADS, ROWS, KEYS), "dropout_p": 0.2, "softcap": 4.0},
@@ -45,10 +55,11 @@ class Case:
         given = dict(given)
         self.dtype = dtype
         self.dim, self.dim_v = given.pop("dims", (DIM, DIM_V))
+        self.rows, self.keys = given.pop("size", (ROWS, KEYS))
         self.rng = np.random.default_rng(SEED)
-        self.q = self.draw(BATCH * ROWS, HEADS, self.dim)
-        self.k = self.draw(BATCH * KEYS, HEADS_KV, self.dim)
-        self.v = self.draw(BATCH * KEYS, HEADS_KV, self.dim_v)
+        self.q = self.draw(BATCH * self.rows, HEADS, self.dim)
+        self.k = self.draw(BATCH * self.keys, HEADS_KV, self.dim)
+        self.v = self.draw(BATCH * self.keys, HEADS_KV, self.dim_v)
         lengths = {}
         if given.pop("lengths", False):
             lengths = {
@@ -56,7 +67,7 @@ class Case:
                 "seqused_q": [20, 50], "seqused_k": [100, 170],
             }  # fmt: skip
         self.lengths = {n: np.array(x, np.int32) for n, x in lengths.items()}
-        self.sequences = oracle.sequences_of(BATCH, ROWS, KEYS, **lengths)
+        self.sequences = oracle.sequences_of(BATCH, self.rows, self.keys, **lengths)
         self.bias = self.draw(*given["bias"]) if "bias" in given else None
         self.sinks = self.draw(HEADS, dtype="fp32") if given.pop("sinks", False) else None
         slopes = self.rng.uniform(0, 0.2, (BATCH, HEADS)).astype(np.float32)
@@ -92,7 +103,7 @@ class Case:
             dropout_p=given.get("dropout_p", 0.0), seed=int(seed), offset=int(offset),
         )  # fmt: skip
         self.tangents = self.direction()
-        rows = (BATCH * ROWS, HEADS)
+        rows = (BATCH * self.rows, HEADS)
         self.dout, self.dout_t = (self.draw(*rows, self.dim_v) for _ in range(2))
         self.dlse, self.dlse_t = self.draw(*rows, dtype="fp32"), self.draw(*rows, dtype="fp32")
 
@@ -123,7 +134,7 @@ class Case:
         lse = lse.astype(np.float32)
         if self.lengths:
             return np.ascontiguousarray(lse.T)
-        return np.ascontiguousarray(lse.reshape(BATCH, ROWS, HEADS).swapaxes(1, 2))
+        return np.ascontiguousarray(lse.reshape(BATCH, self.rows, HEADS).swapaxes(1, 2))
 
     def call(self, function, *given, **options):
         np.random.seed(SEED)
