@@ -1,7 +1,7 @@
 """One sequence over several processes: context parallelism on ``torch.distributed``.
 
-Each rank of a process group holds some rows of q, k and v and gets the same rows of out. GPUs of one
-host copy from each other; other ranks send messages of the group's backend, gloo or NCCL.
+Each rank of a process group holds some rows of q, k and v and gets the same rows of out. GPUs of
+one host copy from each other; other ranks send messages of the group's backend, gloo or NCCL.
 docs/distributed.md describes the cut of a sequence, the methods, their cost and their limits.
 
 The package needs torch.

@@ -252,8 +252,8 @@ TILEWISE_DEVICE Fragment<Element> operand_of(const float (&row)[kColumns][4], in
 
 // Steps that tensor cores sum up, from zero, before fp32 additions take over; 0: all of them.
 // Tensor cores truncate their sums instead of rounding them: over the 6000 steps of a long fp32 row
-// that is a bias of 1e-4, and with four steps in the core an fp32 out was up to 1.2 times as far off
-// as it may be.
+// that is a bias of 1e-4, and with four steps in the core an fp32 out was up to 1.2 times as far
+// off as it may be.
 template <class Element>
 inline constexpr int kStepsInCore = std::is_same_v<Element, F32> ? 2 : 0;
 

@@ -210,8 +210,8 @@ class MaskWriter {
     shared_.bits_empty(stage).wait(bits_state_.phase() ^ 1);
     return stage;
   }
-  // Every lane arrives for the bits that it has stored: racecheck does not see that a barrier of the
-  // warp orders them before the arrival of another lane.
+  // Every lane arrives for the bits that it has stored: racecheck does not see that a barrier of
+  // the warp orders them before the arrival of another lane.
   TILEWISE_DEVICE void end_bits() {
     shared_.bits_full(bits_state_.stage()).arrive();
     bits_state_.next();
