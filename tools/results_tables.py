@@ -135,7 +135,7 @@ def derivatives(rows: list[Row]) -> str:
         forward, jvp, backward, double = row["milliseconds"]["tilewise"]
         math_ms = [f"{x:.0f} ms" for x in row["milliseconds"].get("MATH", ())] or ["-"] * 4
         return [
-            *(row["name"], f"{forward:.2f} ms", f"{jvp:.0f} ms ({jvp / forward:.0f})", math_ms[1]),
+            *(row["name"], f"{forward:.2f} ms", f"{jvp:.1f} ms ({jvp / forward:.1f})", math_ms[1]),
             *(f"{backward:.2f} ms", f"{double:.0f} ms ({double / backward:.0f})", math_ms[3]),
         ]
 
