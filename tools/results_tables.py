@@ -116,14 +116,17 @@ def options(rows: list[Row]) -> str:
 
 def masks(rows: list[Row]) -> str:
     """TFLOP/s of the visible pairs, beside FlexAttention and the ratio to it."""
+    words = {"fwd": "forward", "bwd": "backward"}
     found: dict[str, list[str]] = {}
+    head: dict[str, None] = {}
     for row in rows:
+        head[words[row["direction"]]] = None
         cells = found.setdefault(row["name"], [])
         cells.append(f"{row['tflops']['tilewise']:.0f}")
         peer = row["ratio"].get("Flex")
         cells.append("-" if peer is None else f"{row['tflops']['Flex']:.0f} ({peer:.2f})")
     return markdown(
-        ["mask", "forward", "FlexAttention", "backward", "FlexAttention"],
+        ["mask", *(word for direction in head for word in (direction, "FlexAttention"))],
         ([name, *cells] for name, cells in found.items()),
     )
 
