@@ -16,7 +16,7 @@ TESTS = [
 ]
 # By transport: the variable that selects it.
 TRANSPORTS: dict[str, dict[str, str]] = {
-    "messages": {},
+    "messages": {"TILEWISE_DISTRIBUTED_TRANSPORT": "messages"},
     "copies": {"TILEWISE_DISTRIBUTED_TRANSPORT": "copies"},
 }
 PROBE = """
