@@ -45,6 +45,12 @@ Options read_options() {
   } else if (!pdl.empty() && pdl != "none") {
     unknown("TILEWISE_EMULATOR_PDL", pdl, "none, first or second");
   }
+  const std::string sums = environment("TILEWISE_EMULATOR_SUMS");
+  if (sums == "truncated") {
+    options.truncate_sums = true;
+  } else if (!sums.empty() && sums != "rounded") {
+    unknown("TILEWISE_EMULATOR_SUMS", sums, "rounded or truncated");
+  }
   const std::string seed = environment("TILEWISE_EMULATOR_SEED");
   if (!seed.empty()) options.seed = std::strtoull(seed.c_str(), nullptr, 10);
   options.strict = environment("TILEWISE_EMULATOR_STRICT") == "1";

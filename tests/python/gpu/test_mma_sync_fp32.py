@@ -22,6 +22,12 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def as_tensor_cores(monkeypatch):
+    """The emulator rounds by default."""
+    monkeypatch.setenv("TILEWISE_EMULATOR_SUMS", "truncated")
+
+
 @pytest.mark.parametrize("seed", range(1, 7))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_is_as_exact_as_fp32(shape, seed):
