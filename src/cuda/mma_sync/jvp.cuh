@@ -286,8 +286,9 @@ class TangentRows {
   TILEWISE_DEVICE float reference(int m, int h) const {
     return ptx::float_of(ptx::ld_shared_b32(row(m, h) + 8));
   }
+  // One lane of four writes: theirs are equal, but NaNs may differ in their bits.
   TILEWISE_DEVICE void set_reference(int m, int h, float r) const {
-    ptx::st_shared_b32(row(m, h) + 8, ptx::bits_of(r));
+    if (ptx::lane_index() % 4 == 0) ptx::st_shared_b32(row(m, h) + 8, ptx::bits_of(r));
   }
 
   ptx::SharedAddress at_;
