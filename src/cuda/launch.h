@@ -1,6 +1,8 @@
 // The launches around the main kernels of a family, and helpers of the launchers.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/backend.h"
 #include "cuda/common/prepare.h"
 #include "cuda/kernel_set.h"
@@ -70,10 +72,10 @@ void launch_pass(const Request& request, const Plan& plan, void* workspace) {
     case Pass::backward:
       return kBackward(request, plan, workspace);
     case Pass::jvp:
-      if constexpr (kJvp != nullptr) kJvp(request, plan, workspace);
+      if constexpr (!std::is_null_pointer_v<decltype(kJvp)>) kJvp(request, plan, workspace);
       return;
     case Pass::second:
-      if constexpr (kSecond != nullptr) kSecond(request, plan, workspace);
+      if constexpr (!std::is_null_pointer_v<decltype(kSecond)>) kSecond(request, plan, workspace);
       return;
   }
 }
