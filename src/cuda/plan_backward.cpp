@@ -16,8 +16,8 @@ constexpr double kL2Fraction = 0.8;
 
 // TileOrder::longest_tile, by the rows that attend to a key tile: the first tiles are longest with
 // a causal mask, the last ones with a left window alone. Most masks that are given as data are
-// causal as well. In semaphore order (deterministic) a key
-// tile waits for the one before it, which therefore has to start first.
+// causal as well. In semaphore order (deterministic) a key tile waits for the one before it, which
+// therefore has to start first.
 LongestTile longest_tile(const Problem& p) {
   if (p.mask != nullptr) return LongestTile::first;
   if (p.window_right >= 0 && p.window_left < 0) return LongestTile::first;

@@ -12,7 +12,16 @@ from .setup import Report, Setup, failed
 
 TESTS = [
     f"tests/python/distributed/test_distributed{name}.py"
-    for name in ("", "_masks", "_float8", "_out_dtype", "_precise", "_cache", "_cache_masks")
+    for name in (
+        "",
+        "_masks",
+        "_float8",
+        "_out_dtype",
+        "_precise",
+        "_cache",
+        "_cache_masks",
+        "_eight",
+    )
 ]
 # By transport: the variable that selects it.
 TRANSPORTS: dict[str, dict[str, str]] = {

@@ -118,7 +118,7 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
       MaskShared<MaskLayout{.rows = kKeys,
                             .keys = kQueries,
                             .mask_warps = 1,
-                            .consumer_warps = kConsumerThreads / 32,
+                            .consumer_warps = kConsumerThreads / ptx::kWarpSize,
                             .other_warps = 1 + kReductionWarps,  // with the producer warp
                             .barriers_at = kBarriersEnd,
                             .at = round_up(kBarriersEnd + 8 * kMaskBarriers, 16)}>;

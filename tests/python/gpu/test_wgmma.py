@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import capi
 import devices
+import growing_scores
 import nonfinite_cases
 import oracle
 from bounds import LSE_LOW
@@ -204,29 +205,6 @@ GROWING = {
     "narrow": dict(rows=(300,), keys=(600,)),
     "Stream-K": dict(rows=(70,), keys=(1100,), heads_kv=5, group=1, window=(-1, -1)),
 }  # fmt: skip
-TILE = 64
-# Amounts added to the scores of the keys of tile t, counted from the first key: the maximum m
-# moves by little and by much, twice, never, and rows overflow (88 in fp32) at once and in between.
-LEVELS = {
-    "slowly": lambda t: -6.0 * t,
-    "fast": lambda t: -40.0 * t,
-    "too fast": lambda t: -150.0 * t,
-    "in the end": lambda t: 70.0 if t == 0 else 0.0,
-    "too much in the end": lambda t: 300.0 if t == 0 else 0.0,
-    "down": lambda t: 50.0 * t,
-    "up and down": lambda t: 45.0 * (t % 2),
-    "one step": lambda t: -11.0 if t >= 4 else 0.0,
-    "far below": lambda t: -150.0,
-}  # fmt: skip
-
-
-def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
-    """The index of a key in k and v."""
-    case = b.case
-    if case.page_size:
-        page = int(b.meta["block_table"][sequence, key // case.page_size])
-        return page, key % case.page_size
-    return (sum(case.keys[:sequence]) + key,) if case.varlen_k else (sequence, key)
 
 
 # Next to a sink, weights of e^-150 vanish entirely.
@@ -235,7 +213,8 @@ FAR_FROM_SINKS = ("sinks, lse", "far below")
 
 @pytest.mark.abi
 @pytest.mark.parametrize(
-    ("option", "level"), [x for x in itertools.product(GROWING, LEVELS) if x != FAR_FROM_SINKS]
+    ("option", "level"),
+    [x for x in itertools.product(GROWING, growing_scores.LEVELS) if x != FAR_FROM_SINKS],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_scores_that_grow(dtype, option, level):
@@ -243,20 +222,9 @@ def test_scores_that_grow(dtype, option, level):
     case = dataclasses.replace(BASE, dtype=dtype, **values)
     assert kernels(case)[0].startswith(FAMILY), kernels(case)
     b = Built(case)
-    b.q.mul_(0.25)
-    b.q[..., 0] = 1
-    for sequence, keys in enumerate(case.keys):
-        for key in range(keys):
-            b.k[place_of(b, sequence, key)][..., 0] = LEVELS[level](key // TILE)
+    growing_scores.add_level(b, level)
     want = b.expected()
-    got = run(b, backward=False)
-    unit = {"bf16": 2**-6, "fp16": 2**-9}[dtype]
-    assert np.isfinite(got.out).all()
-    assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max()
-    seen = np.isfinite(want.lse)
-    assert np.array_equal(seen, np.isfinite(got.lse))
-    size = max(1.0, np.abs(want.lse[seen]).max())
-    assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * size
+    growing_scores.check(b, run(b, backward=False), want)
 
 
 @pytest.mark.abi
