@@ -37,6 +37,12 @@ def main() -> int:
     parser.add_argument("--mappings", nargs="+", metavar="NAME", help="such as BASE CAUSAL_LM")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=pool.TIME_LIMIT,
+        help="limit for one class; a machine that is busy otherwise needs more",
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "docs/results/models.json")
     parser.add_argument("--write-page", type=Path, default=ROOT / "docs/integrations/models.md")
     args = parser.parse_args()
@@ -59,13 +65,13 @@ def main() -> int:
         unknown = sorted(set(names) - set(targets))
         if unknown:
             parser.error(f"Transformers has no auto-mapping with {', '.join(unknown)}")
-        _sweep(names, args.processes, results)
+        _sweep(names, args.processes, results, args.seconds)
     args.write_page.write_text(page.page(results, targets))
     print(page.summary(results))
     return 0 if len(results.classes) == len(targets) else 1
 
 
-def _sweep(names: list[str], processes: int, results: Results) -> None:
+def _sweep(names: list[str], processes: int, results: Results, limit: float) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
@@ -77,7 +83,7 @@ def _sweep(names: list[str], processes: int, results: Results) -> None:
             progress.update(task, advance=1, description=f"{name}: {result['state']}"[:60])
 
         try:
-            pool.sweep(names, processes, done)
+            pool.sweep(names, processes, done, limit)
         finally:
             results.write()
 

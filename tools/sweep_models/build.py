@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import discover, inputs, pictures, shrink, watch
+from . import discover, inputs, pictures, precision, shrink, watch
 
 MAX_PARAMETERS = 80_000_000  # the eager, fp64 and Tilewise models together take 1.5 GB
 # The grouped matrix product of experts does not support fp64.
@@ -44,7 +44,8 @@ def build(target: discover.Target) -> Built:
     raise NotBuiltError("; ".join(dict.fromkeys(objections)))
 
 
-def _attempt(make: Callable[..., Built], *args: Any) -> Built | Exception:
+def _attempt(make: Callable[..., Any], *args: Any) -> Any:
+    """The result of make, or the exception that it raises."""
     try:
         return make(*args)
     except Exception as error:
@@ -55,6 +56,8 @@ def _eager(model_class: Any, config_class: Any, level: shrink.Level) -> Any:
     config = shrink.configuration(config_class, level)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
+    if model_class.__name__.endswith("EncoderModel"):
+        config.is_encoder_decoder = False
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if size > MAX_PARAMETERS:
@@ -87,7 +90,10 @@ def _with_inputs(model_class: Any, config_class: Any, level: shrink.Level) -> Bu
 def _run(model: Any, recipe: inputs.Recipe | pictures.Pictures, level: shrink.Level) -> Built:
     made = recipe.make(0)
     with watch.Watch() as seen:
-        forward(model, made)
+        out = forward(model, made)
+    for name, found in precision.tensors(out):
+        if found.is_floating_point() and found.numel() and not bool(found.isfinite().any()):
+            raise NotBuiltError(f"eager attention gives no finite number of {name}")
     built = Built(model, recipe, level, seen)
     for candidate in pictures.candidates(model, recipe.names):
         if _attempt(_run_pictures, built, candidate) is built:
@@ -116,6 +122,19 @@ def like(model: Any, implementation: str) -> Any:
     other = type(model)._from_config(config, attn_implementation=implementation, **_PLAIN)
     other.load_state_dict(model.state_dict())
     return other.eval()
+
+
+def refusal(target: discover.Target) -> str | None:
+    """The error with which Tilewise refuses to load this class, or None."""
+    classes = discover.classes(target)
+    for level in shrink.Level:
+        model = _attempt(_eager, *classes, level)
+        if isinstance(model, Exception):
+            continue
+        loaded = _attempt(like, model, "tilewise")
+        is_refusal = isinstance(loaded, ValueError) and "tilewise" in str(loaded)
+        return str(loaded) if is_refusal else None
+    return None
 
 
 def _randomise_weights(model: torch.nn.Module) -> None:

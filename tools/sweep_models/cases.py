@@ -171,6 +171,9 @@ def sweep(target: discover.Target) -> dict[str, Any]:
     try:
         built = build.build(target)
     except Exception as error:
+        refusal = build.refusal(target)  # which needs no inputs
+        if refusal is not None:
+            return {**result, "state": "refused", "why": refusal}
         return {**result, "state": "not built", "why": build.error_text(error)}
     seen = built.seen
     result["size"] = built.level.value

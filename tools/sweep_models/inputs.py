@@ -221,6 +221,19 @@ def _patches(draw: _Draw, channels: int) -> Inputs:
     return {"pixel_values": values, "image_grid_thw": grid}
 
 
+def _shaped_patches(draw: _Draw) -> Inputs:
+    """Padded patches of each image, with its height and width (SigLIP 2)."""
+    channels = find(draw.config, "num_channels", default=3)
+    side = _side(find(draw.config, "patch_size", default=16))[0]
+    shapes = torch.tensor([[4, 4], [2, 3], [3, 5]])[torch.arange(draw.sizes.batch) % 3]
+    seen = torch.arange(16) < shapes.prod(1, keepdim=True)
+    return {
+        "pixel_values": draw.normal(draw.sizes.batch, 16, channels * side * side),
+        "pixel_attention_mask": seen.int(),
+        "spatial_shapes": shapes,
+    }
+
+
 def _tower(draw: _Draw) -> Inputs:
     """Inputs of a vision tower that takes patches."""
     patches = _patches(draw, find(draw.config, "num_channels", "in_channels") or 3)
@@ -229,6 +242,16 @@ def _tower(draw: _Draw) -> Inputs:
 
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels",
          "num_mel_features", "feature_projection_input_dim")  # fmt: skip
+
+
+def _hidden_patches(draw: _Draw) -> Tensor:
+    """Every second patch of a video is hidden (VideoMAE)."""
+    config = draw.config
+    height, width = _side(find(config, "image_size", default=224))
+    side = _side(find(config, "patch_size", default=16))[0]
+    deep = find(config, "num_frames", default=16) // find(config, "tubelet_size", default=2)
+    count = deep * (height // side) * (width // side)
+    return (torch.arange(count) % 2 == 0).expand(draw.sizes.batch, count)
 
 
 def _features(draw: _Draw) -> Tensor:
@@ -326,6 +349,8 @@ _MAKERS: dict[str, Callable[[_Draw], Any]] = {
     "encoder_hidden_states": lambda d: d.normal(
         d.sizes.batch, 6, find(d.config, "encoder_hidden_size", "hidden_size")
     ),
+    "spatial_shapes": _shaped_patches,
+    "bool_masked_pos": _hidden_patches,
     "image_sizes": lambda d: torch.tensor([_pixels(d).shape[-2:]] * d.sizes.batch),
     "input_features_mask": lambda d: torch.ones(d.sizes.batch, _features(d).shape[-1], dtype=int),
     "states": _trajectory,
@@ -342,6 +367,7 @@ _OPTIONAL = (
     "input_values",
     "bbox",
     "encoder_hidden_states",
+    "spatial_shapes",
 )
 _VARIED = {"pixel_values", "images", "input_features", "input_values", "audio_values",
            "pixel_values_videos", "past_values", "audio_input_values"}  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 
 TIME_LIMIT = 120  # seconds for one class; the slowest ones take 10 on an idle core
 START_LIMIT = 180  # for the imports
+END_LIMIT = 20  # for a process that has closed its output, and may still free its memory
 CLASSES_PER_WORKER = 120  # every loaded model file stays in memory
 COMMAND = (sys.executable, "-m", "sweep_models.worker")
 
@@ -43,7 +44,9 @@ class Worker:
         seconds = round(time.monotonic() - begin, 1)
         if line:
             return {**json.loads(line), "seconds": seconds}
-        return {"state": "failed", "why": self._end(), "seconds": seconds}
+        why = self._end() if line is not None else f"no result within {self._limit:g} s"
+        self.close()
+        return {"state": "failed", "why": why, "seconds": seconds}
 
     def close(self) -> None:
         """Ends the process."""
@@ -64,32 +67,38 @@ class Worker:
             preexec_fn=lambda: os.nice(10) and None,
         )
         self._swept = 0
-        if self._line(START_LIMIT) != b"ready\n":
-            raise RuntimeError(f"a worker does not start: {self._end()}; run it by hand: "
+        line = self._line(START_LIMIT)
+        if line != b"ready\n":
+            why = self._end() if line == b"" else f"not ready within {START_LIMIT} s"
+            self.close()
+            raise RuntimeError(f"a worker does not start: {why}; run it by hand: "
                                "PYTHONPATH=tools python -m sweep_models.worker")  # fmt: skip
 
-    def _line(self, limit: float) -> bytes:
-        """The next line; empty if the process has ended or the time has run out."""
+    def _line(self, limit: float) -> bytes | None:
+        """The next line; empty if the process has ended, None if the time has run out."""
         assert self._process is not None and self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], limit)
-        return self._process.stdout.readline() if ready else b""
+        return self._process.stdout.readline() if ready else None
 
     def _end(self) -> str:
+        """How a process ended that has closed its output."""
         assert self._process is not None
         try:
-            code = self._process.wait(timeout=2)
+            code = self._process.wait(timeout=END_LIMIT)
         except subprocess.TimeoutExpired:
-            code = None
-        self.close()
-        if code is None:
-            return f"no result within {self._limit:g} s"
+            return f"the process closed its output and did not end within {END_LIMIT} s"
         return f"the process ended with {signal.Signals(-code).name if code < 0 else code}"
 
 
 def sweep(
-    names: Iterable[str], processes: int, done: Callable[[str, dict[str, Any]], None]
+    names: Iterable[str],
+    processes: int,
+    done: Callable[[str, dict[str, Any]], None],
+    limit: float = TIME_LIMIT,
 ) -> None:
-    """Sweeps these classes; ``done`` is called with every result, in one thread at a time."""
+    """Sweeps these classes, each for at most ``limit`` seconds; ``done`` is called with every
+    result, in one thread at a time.
+    """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         waiting.put(name)
@@ -97,7 +106,7 @@ def sweep(
     problems: list[BaseException] = []
 
     def work() -> None:
-        worker = Worker()
+        worker = Worker(limit=limit)
         try:
             while not problems:
                 name = waiting.get_nowait()

@@ -127,8 +127,8 @@ def errors(
 
 
 def _typical(error: Tensor) -> float:
-    """The median over rows of the largest error of a row."""
-    rows = error.reshape(-1, error.shape[-1]) if error.dim() > 1 else error[:, None]
+    """The median over rows of the largest error of a row. A number, such as a loss, is one row."""
+    rows = error.reshape(-1, error.shape[-1] if error.dim() > 1 else 1)
     return float(rows.amax(-1).median())
 
 

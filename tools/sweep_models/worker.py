@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import warnings
+from typing import Any
 
 MEMORY = 8 << 30  # bytes of address space: stops configurations that were not shrunk
 
@@ -23,13 +24,25 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    from . import cases, discover, watch
+    from . import discover, watch
 
     watch.count_tilewise()
     targets = discover.targets()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(cases.sweep(targets[line.strip()])), file=answers, flush=True)
+        print(json.dumps(result(targets[line.strip()])), file=answers, flush=True)
+
+
+def result(target: Any) -> dict[str, Any]:
+    """The result of a class; an error of the sweep itself, such as an output that it cannot
+    compare, is a failure of this class alone.
+    """
+    from . import build, cases
+
+    try:
+        return cases.sweep(target)
+    except Exception as error:
+        return {"state": "failed", "why": f"the sweep: {build.error_text(error)}"}
 
 
 if __name__ == "__main__":

@@ -43,3 +43,16 @@ def test_the_script_runs_on_a_cpu(tmp_path, capsys):
     rows = json.loads(result.read_text())["rows"]
     assert [r["direction"] for r in rows] == ["fwd", "bwd"]
     assert all(r["tflops"]["tilewise"] > 0 for r in rows)
+
+
+def test_a_bias_shows_the_same_pairs(tmp_path):
+    result = tmp_path / "masks.json"
+    arguments = ["--device", "cpu", "--rounds", "1", "--filter", "spans", "--bias"]
+    assert bench_masks.run([*arguments, "--json", str(result)]) == 0
+    rows = json.loads(result.read_text())["rows"]
+    assert all(r["tflops"]["bias"] > 0 for r in rows)
+    (named,) = (x for x in bench_masks.named_masks(ROWS) if "spans" in x.name)
+    problem = bench_masks.problem_of(named, "cpu", ROWS, peers=False, bias=True)
+    for direction in bench_masks.DIRECTIONS:
+        calls = problem.calls(direction)
+        torch.testing.assert_close(calls["bias"](), calls["tilewise"](), atol=2e-2, rtol=2e-2)

@@ -18,7 +18,7 @@ hf_models.require("transformers>=5.24", "rich")
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from sweep_models import build, cases, discover, inputs, page, pool, precision  # noqa: E402
+from sweep_models import build, cases, discover, inputs, page, pool, precision, worker  # noqa: E402
 from sweep_models.results import STATES, Results  # noqa: E402
 
 pytestmark = hf_models.MARKS
@@ -60,6 +60,28 @@ def test_models_without_attention_or_with_their_own() -> None:
     assert result("ConvNextModel")["state"] == "no attention"
     found = result("BloomModel")
     assert found["state"] == "refused" and "BloomAttention" in found["why"]
+
+
+def test_a_class_without_inputs_may_still_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "recipes", lambda model: iter(()))
+    found = result("BloomModel")
+    assert found["state"] == "refused" and "BloomAttention" in found["why"]
+    assert result("LlamaModel")["state"] == "not built"
+
+
+def test_an_error_of_the_sweep_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(target: Any) -> Any:
+        raise IndexError("no such output")
+
+    monkeypatch.setattr(cases, "sweep", wrong)
+    found = worker.result(discover.targets()["BertModel"])
+    assert found == {"state": "failed", "why": "the sweep: IndexError: no such output"}
+
+
+def test_images_with_sizes_of_their_own() -> None:
+    """SigLIP 2 takes padded patches with a mask, so that its attention reads a mask of images."""
+    found = result("Siglip2VisionModel")
+    assert found["state"] == "equal" and "spatial_shapes" in found["inputs"]
 
 
 def test_wrong_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +128,14 @@ def test_errors_ignore_meaningless_outputs() -> None:
     ours[1, 2, 0] = torch.nan
     (error,) = precision.errors(exact, {"x": torch.ones(2, 3, 4)}, given, eps, rows)
     assert not error.passes and "not finite" in error.why
+    (error,) = precision.errors({"loss": torch.tensor(2.0).double()}, *losses(2.0, 2.0), eps, {})
+    assert error.passes and error.ours == 0
+    (error,) = precision.errors({"loss": torch.tensor(2.0).double()}, *losses(2.0, 2.1), eps, {})
+    assert not error.passes
+
+
+def losses(*values: float) -> list[dict[str, Any]]:
+    return [{"loss": torch.tensor(value)} for value in values]
 
 
 def test_double_reaches_code_that_requests_float() -> None:
@@ -142,6 +172,12 @@ def test_padding(kind: str) -> None:
     [
         ("import os, sys; print('ready', flush=True); input(); os.abort()", "SIGABRT"),
         ("import time; print('ready', flush=True); input(); time.sleep(60)", "no result within"),
+        # A process that fails takes a while to end.
+        (
+            "import os, time; print('ready', flush=True); input(); os.close(1); time.sleep(3); "
+            "os._exit(3)",
+            "ended with 3",
+        ),
     ],
 )
 def test_crashes_and_hangs_are_results(script: str, why: str) -> None:
