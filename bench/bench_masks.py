@@ -2,8 +2,10 @@
 
 The masks are packed documents, causal with bidirectional spans, causal as a mask, a window with
 sink rows, and random blocks. FlexAttention is compiled, with a BlockMask made from the same rule.
-`causal=True` of Tilewise without a mask alternates with each of them ("of plain"). The timing is
-that of bench_gpu.py.
+`causal=True` of Tilewise without a mask alternates with each of them ("of plain"). With --bias, so
+does Tilewise with the same pairs as a bias of 0 and minus infinity [1, 1, rows, keys], which is how
+a mask of pairs reaches it from other packages on a GPU (python/tilewise/integrations/_masks.py).
+The timing is that of bench_gpu.py.
 
   python bench/bench_masks.py
   python bench/bench_masks.py --filter documents --no-peers --json FILE
@@ -106,16 +108,41 @@ def flex(
     return functools.partial(compiled, *heads_first, block_mask=block_mask), backward
 
 
-def problem_of(named: Named, device: str, rows: int, peers: bool) -> bench_options.Problem:
-    """The problem of a mask."""
+def as_bias(
+    sees: Callable[[Tensor, Tensor], Tensor], leaves: Sequence[Tensor], dout: Tensor, rows: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of Tilewise with the pairs as a bias."""
+    index = torch.arange(rows, device=dout.device)
+    seen = sees(index[:, None], index[None, :])
+    bias = torch.where(seen, 0.0, -torch.inf).to(dout.dtype)[None, None]
+    saved: list[Tensor] = []
+
+    def forward() -> Any:
+        return tilewise.attention(*(x.detach() for x in leaves), bias=bias)
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(tilewise.attention(*leaves, bias=bias))
+        return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)
+
+    return forward, backward
+
+
+def problem_of(
+    named: Named, device: str, rows: int, peers: bool, bias: bool
+) -> bench_options.Problem:
+    """The problem of a mask, beside FlexAttention and beside a bias."""
     draw = functools.partial(bench_options.draw, device, 1, rows, HEADS, DIM)
     leaves = (draw().requires_grad_(), draw().requires_grad_(), draw().requires_grad_())
     dout = draw()
     mask = named.mask.to(device)
     flop = 4.0 * HEADS * DIM * rows * rows * named.mask.density(rows, rows)
+    others = {"Flex": flex(named.sees, leaves, dout, rows)} if peers else {}
+    if bias:
+        others["bias"] = as_bias(named.sees, leaves, dout, rows)
     return bench_options.Problem(
         named.name, leaves, dout, flop, lambda *x: tilewise.attention(*x, mask=mask),
-        {"Flex": flex(named.sees, leaves, dout, rows)} if peers else {},
+        others,
     )  # fmt: skip
 
 
@@ -127,6 +154,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--filter", default="", metavar="WORD", help="masks whose name contains it")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true", help="without FlexAttention")
+    parser.add_argument("--bias", action="store_true", help="also the same pairs as a bias")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu tests the script itself, on a small problem")  # fmt: skip
@@ -142,7 +170,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     with Progress(len(DIRECTIONS) * len(chosen), "problems") as bar:
         for named in chosen:
             peers = given.device == "cuda" and not given.no_peers
-            problem = problem_of(named, given.device, rows, peers)
+            problem = problem_of(named, given.device, rows, peers, given.bias)
             for direction in DIRECTIONS:
                 results.append(
                     bench_options.measure(problem, plain, direction, clock, given.rounds)
