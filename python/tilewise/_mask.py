@@ -122,12 +122,24 @@ class Mask:
 
         Returns:
             The axes.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: batch or head is not one of the mask, or a length is not one that it has.
         """
         for name, index, count in (("batch", batch, self.batch), ("head", head, self.heads)):
             if number(name, index) >= count:
                 raise ValueError(f"{name} is {index}, but must be less than {count}")
-        from matplotlib import colors, patches
-        from matplotlib import pyplot as plt
+        try:
+            from matplotlib import colors, patches
+            from matplotlib import pyplot as plt
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":  # one of its own imports is missing
+                raise
+            raise ModuleNotFoundError(
+                "mask.plot() needs matplotlib, which is not installed: pip install matplotlib",
+                name="matplotlib",
+            ) from None
 
         rows, keys = self._shape(seqlen_q, seqlen_k)
         grid = self._picture(rows, keys)[batch, head]

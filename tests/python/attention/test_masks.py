@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -217,6 +218,12 @@ def test_a_mask_is_drawn():
     matplotlib.use("agg")
     ax = masks.Ranges.documents(STARTS).plot()
     assert ax.images[0].get_array().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_drawing_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib, .* pip install matplotlib"):
+        masks.Ranges.causal(128).plot()
 
 
 # --- attention with masks -------------------------------------------------------------------------
