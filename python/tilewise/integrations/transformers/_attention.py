@@ -19,10 +19,18 @@ from ._compact import Band, CompactMask
 from ._packing import packed_boundaries, values_are_unavailable
 
 # Arguments that change the result in a way that this function does not support.
-_UNSUPPORTED = ("block_indices", "sinks", "head_mask")
+_UNSUPPORTED = ("block_indices", "head_mask")
 # The keyword arguments that rule out the fast path; position_ids do so only for packed sequences.
 _RELEVANT = frozenset(
-    (*_UNSUPPORTED, "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices")
+    (
+        *_UNSUPPORTED,
+        "output_attentions",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "block_table",
+        "indices",
+        "sinks",
+    )
 )
 _CAUSAL, _FULL = Band(True), Band(False)
 
@@ -60,12 +68,14 @@ def attention(
             and no paged cache.
         softcap: As in ``tilewise.attention``.
         is_causal: Whether rows see no later keys.
-        s_aux: [heads], the sinks.
+        s_aux: [heads], the sinks: a logit of each head beside its keys, without a value.
         position_bias: [1 or batch, heads, rows, keys], added to the scores.
         cache: A paged cache of continuous batching that does not contain the new keys yet.
         kwargs: ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k`` of packed sequences; the
             arguments of ``paged_attention`` for a paged cache; ``position_ids``; ``indices``
-            [batch, rows, selected] of the keys that each row selects. Others are ignored.
+            [batch, rows, selected] of the keys that each row selects; ``sinks`` [batch, heads,
+            rows, 1], a finite logit of each row beside its keys, without a value. Others are
+            ignored.
 
     Returns:
         [batch, rows, heads, head_dim_v], and None in place of the matrix of weights.
@@ -101,12 +111,17 @@ def attention(
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout
     )
+    sinks = kwargs.get("sinks")
+    if sinks is not None:
+        _check_row_sinks(sinks, query)
+        options["return_lse"] = True
     has_pages = kwargs.get("block_table") is not None
-    if has_pages and position_bias is not None:
-        raise ValueError(
-            "position_bias is given with block_table, but tilewise does not support it with a "
-            "paged cache: pass None, or load the model with another attn_implementation"
-        )
+    for name, given in (("position_bias", position_bias), ("sinks", sinks)):
+        if has_pages and given is not None:
+            raise ValueError(
+                f"{name} is given with block_table, but tilewise does not support it with a "
+                "paged cache: pass None, or load the model with another attn_implementation"
+            )
     if cache is not None:  # from Transformers 5.24 on, the layer itself updates the cache
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
@@ -120,13 +135,34 @@ def attention(
     # For continuous batching, older versions of Transformers pass equivalent boundaries as well as
     # a dense mask.
     if packed and (cache is None or attention_mask is None or compact is not None):
-        return _packed(q, k, v, attention_mask, position_bias, band, options, kwargs), None
-    if boundaries is not None:
+        result = _packed(q, k, v, attention_mask, position_bias, band, options, kwargs)
+    elif boundaries is not None:
         _refuse_bias_of_packed(position_bias)
-        return _packed_rows(q, k, v, band, options, boundaries, boundaries), None
-    if compact is not None:
-        return _compactly_masked(q, k, v, compact, position_bias, options), None
-    return _masked(q, k, v, attention_mask, position_bias, band, options), None
+        result = _packed_rows(q, k, v, band, options, boundaries, boundaries)
+    elif compact is not None:
+        result = _compactly_masked(q, k, v, compact, position_bias, options)
+    else:
+        result = _masked(q, k, v, attention_mask, position_bias, band, options)
+    return (result if sinks is None else _beside_row_sinks(*result, sinks)), None
+
+
+def _check_row_sinks(sinks: Tensor, query: Tensor) -> None:
+    expected = [*query.shape[:3], 1]
+    if list(sinks.shape) != expected:
+        raise ValueError(
+            f"sinks has shape {list(sinks.shape)}, but must be [batch, heads, rows, 1], here "
+            f"{expected}; a sink of each head is named s_aux"
+        )
+
+
+def _beside_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output [batch, rows, heads, head_dim] if a sink of each row takes part in the softmax.
+
+    The keys keep the share exp(lse) / (exp(lse) + exp(sink)) of the weight; lse is [batch, heads,
+    rows].
+    """
+    share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
+    return (out * share.transpose(1, 2)).to(out.dtype)
 
 
 def _selected(mask: Tensor | None, indices: Tensor, key: Tensor) -> Tensor:
@@ -251,12 +287,13 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
 
 
 # --- dense: each row of the batch is one sequence -------------------------------------------------
+# The functions below return out, and lse as well if `options` has return_lse.
 
 
 def _compactly_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: CompactMask, position_bias: Tensor | None,
     options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Attention with a compact mask, computed from its description."""
     if mask.boundaries is not None:
         _refuse_bias_of_packed(position_bias)
@@ -274,18 +311,21 @@ def _compactly_masked(
         return tilewise.attention(
             q, k, v, causal=band.causal, window=band.window, bias=bias, **options
         )
+    options = dict(options)
+    return_lse = options.pop("return_lse", False)
     request = Request(causal=band.causal, window=band.window, bias=bias, **options)
     q, k, v, prepared = _torch.prepare_dense(q, k, v, "bshd", request)
     if spans is not None:
         prepared = prepared._replace(leftpad_k=spans[0], seqused_k=spans[1], seqused_q=spans[2])
     prepared = prepared._replace(mask_entries=mask.entries, mask_first=mask.first)
-    return _ops.forward(q, k, v, prepared)[0]
+    out, lse = _ops.forward(q, k, v, prepared)[:2]
+    return (out, lse) if return_lse else out
 
 
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Attention with a mask of four dimensions, with a mask [batch, keys], or without a mask."""
     bias = as_bias("position_bias", position_bias, q)
     if mask is None:
@@ -347,7 +387,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, band: Band,
     options: dict[str, Any], kwargs: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Attention of packed sequences whose boundaries are given.
 
     A mask that Transformers made from position_ids describes the same sequences, and is ignored.
@@ -390,8 +430,8 @@ def _bound(kwargs: dict[str, Any], side: str) -> int | None:
 def _packed_rows(
     q: Tensor, k: Tensor, v: Tensor, band: Band, options: dict[str, Any], boundaries_q: Tensor,
     boundaries_k: Tensor, max_q: int | None = None, max_k: int | None = None,
-) -> Tensor:  # fmt: skip
-    out = tilewise.attention_varlen(
+) -> Any:  # fmt: skip
+    result = tilewise.attention_varlen(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
@@ -403,4 +443,7 @@ def _packed_rows(
         window=band.window,
         **options,
     )
-    return out.unflatten(0, (q.shape[0], -1))
+    if not options.get("return_lse"):
+        return result.unflatten(0, (q.shape[0], -1))
+    out, lse = result  # lse is [heads, rows of all sequences]
+    return out.unflatten(0, (q.shape[0], -1)), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
