@@ -143,7 +143,10 @@ def attention(
         result = _compactly_masked(q, k, v, compact, position_bias, options)
     else:
         result = _masked(q, k, v, attention_mask, position_bias, band, options)
-    return (result if sinks is None else _beside_row_sinks(*result, sinks)), None
+    if sinks is not None:
+        out, lse = result
+        result = _beside_row_sinks(out, lse, sinks)
+    return result, None
 
 
 def _check_row_sinks(sinks: Tensor, query: Tensor) -> None:
