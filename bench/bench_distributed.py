@@ -176,12 +176,21 @@ def prepared(name: str, point: Point, place: Place) -> Any:
     return over("messages", point, place, name)
 
 
-def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: bool) -> list[float]:
-    """Milliseconds of a forward and a backward in each round, after two calls of warm-up.
+class Times(NamedTuple):
+    """Milliseconds of a forward and a backward in each round: until the results are there, and
+    until the host has queued all of its work.
+    """
+
+    whole: list[float]
+    host: list[float]
+
+
+def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: bool) -> Times:
+    """The times after two calls of warm-up.
 
     The ranks begin together, except if they are `apart`.
     """
-    milliseconds = []
+    times = Times([], [])
     calls = 1
     cuda = place.device.type == "cuda"
     for repetition in range(-2, rounds):
@@ -195,15 +204,17 @@ def timed(call: Call, tensors: list[Tensor], rounds: int, place: Place, apart: b
                 x.grad = None
             out = call()
             out.backward(out.detach())
+        queued = time.perf_counter() - begin
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         if repetition >= 0:
-            milliseconds.append(seconds * 1e3 / calls)
+            times.whole.append(seconds * 1e3 / calls)
+            times.host.append(queued * 1e3 / calls)
         elif repetition == -1:
             longest = seconds if apart else max(agreed(seconds, place))
             calls = max(1, min(CALLS, int(ROUND_SECONDS / longest)))
-    return milliseconds
+    return times
 
 
 def slowest(rounds: list[float], place: Place) -> float:
@@ -225,14 +236,15 @@ def measured(point: Point, place: Place, names: tuple[str, ...], rounds: int) ->
     row: dict[str, Any] = {**point._asdict(), "name": point.name, "gpus": place.world}
     whole = 0.0
     if place.rank == 0:
-        whole = statistics.median(timed(*alone(point, place), rounds, place, apart=True))
+        whole = statistics.median(timed(*alone(point, place), rounds, place, apart=True).whole)
     whole = agreed(whole, place)[0]
-    row |= {"alone_ms": whole, "milliseconds": {}, "efficiency": {}, "peak_mb": {}, "left_out": {}}
+    row |= {"alone_ms": whole, "milliseconds": {}, "host_ms": {}, "efficiency": {}, "peak_mb": {},
+            "left_out": {}}  # fmt: skip
     for name in names:
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        why, taken = "", []
+        why, taken = "", Times([], [])
         try:
             with prepared(name, point, place) as (call, tensors):
                 taken = timed(call, tensors, rounds, place, apart=False)
@@ -242,8 +254,9 @@ def measured(point: Point, place: Place, names: tuple[str, ...], rounds: int) ->
         if whys:
             row["left_out"][name] = whys[0]
             continue
-        milliseconds = slowest(taken, place)
+        milliseconds = slowest(taken.whole, place)
         row["milliseconds"][name] = milliseconds
+        row["host_ms"][name] = slowest(taken.host, place)
         row["efficiency"][name] = whole / (place.world * milliseconds)
         if place.device.type == "cuda":
             peaks = agreed(torch.cuda.max_memory_allocated() / 1e6, place)
@@ -255,6 +268,8 @@ def say(row: dict[str, Any]) -> None:
     """Prints a row."""
     found = ", ".join(f"{name} {x:.3f}" for name, x in row["efficiency"].items())
     print(f"{row['gpus']} GPUs, {row['name']}: {found}", flush=True)
+    host = ", ".join(f"{name} {x:.2f}" for name, x in row["host_ms"].items())
+    print(f"  alone {row['alone_ms']:.2f} ms; the host alone, in ms: {host}", flush=True)
     for name, why in row["left_out"].items():
         print(f"  without {name}: {why[:120]}", flush=True)
 
@@ -278,7 +293,7 @@ def serve(
     )  # fmt: skip
     place = Place(rank, world, device, dist.new_group(backend="gloo"))
     rows, left = [], []
-    for point in points(given.lengths):
+    for point in (point for point in points(given.lengths) if given.only in point.name):
         # Rank 0 decides, because clocks differ.
         if agreed(time.time() > given.until, place)[0]:
             left.append(f"{world} GPUs, {point.name}, {', '.join(names)}: no time was left")
@@ -314,7 +329,7 @@ def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for row in (row for part in parts for row in part["rows"]):
         before = rows.setdefault((row["gpus"], row["name"]), row)
-        for key in ("milliseconds", "efficiency", "peak_mb", "left_out"):
+        for key in ("milliseconds", "host_ms", "efficiency", "peak_mb", "left_out"):
             before[key] |= row[key]
     return list(rows.values())
 
@@ -340,6 +355,7 @@ def parse() -> argparse.Namespace:
         "--ranks", help="2,4 for example; default: 2, 4 and 8, as far as there are GPUs"
     )
     parser.add_argument("--lengths", default="32768,131072", help="rows; default: %(default)s")
+    parser.add_argument("--only", default="", help="points with this in the name: documents")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=600, help="seconds")
     parser.add_argument("--json", type=Path, help="the file to write")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,10 +11,10 @@ from torch import Tensor
 from .. import _check, _torch
 from .._request import Request, Shard
 from .allgather import AllGather
-from .core import Attend, Method
+from .core import Attend, Local, Method
 from .exchange import Messages, Transport
 from .grid import Grid, inside_host
-from .keys import key_plan
+from .keys import Meeting, key_plan
 from .packed import PackedCut
 from .packed_call import InOrder
 from .problem import BOTH_RING, Cut, Problem
@@ -87,7 +89,7 @@ def _over_rows(
     method: Method
     if transport is None:
         cut = cut.by_chunk()
-        method = _ring(ranks, cut, device)
+        method = Ring(ranks, cut.key_runs, *_meetings(cut, ranks.rank, ranks.world, device))
     else:
         plan = key_plan(ranks.rank, *cut.calls())
         local = cut.local(ranks.rank, device)
@@ -97,12 +99,13 @@ def _over_rows(
     return method
 
 
-def _ring(ranks: Ranks, cut: Cut, device: torch.device) -> Ring:
-    meetings = [
-        [cut.meetings(rank, owner) for owner in range(ranks.world)] for rank in range(ranks.world)
-    ]
-    local = [[cut.local_of(m.call, device) for m in own] for own in meetings[ranks.rank]]
-    return Ring(ranks, cut.key_runs, meetings, local)
+@lru_cache(maxsize=32)
+def _meetings(
+    cut: Cut, rank: int, world: int, device: torch.device
+) -> tuple[list[list[tuple[Meeting, ...]]], list[list[Local]]]:
+    """The meetings of all ranks, and the calls of this rank, by owner of the keys."""
+    meetings = [[cut.meetings(each, owner) for owner in range(world)] for each in range(world)]
+    return meetings, [[cut.local_of(m.call, device) for m in own] for own in meetings[rank]]
 
 
 def _both(p: Problem, grid: Grid, name: str) -> Ulysses:

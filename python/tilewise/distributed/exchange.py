@@ -152,18 +152,22 @@ def start(
             if peer == ranks.rank:
                 continue
             for p in table.sends[peer]:
-                rows = published[p.source].narrow(0, p.begin, p.rows)
+                rows = _rows(published[p.source], p.begin, p.rows)
                 if rows.numel():
                     operations.append(_message(dist.isend, rows, peer, ranks))
             for p in table.receives[peer]:
-                rows = received[p.target].narrow(0, p.at, p.rows)
+                rows = _rows(received[p.target], p.at, p.rows)
                 if rows.numel():
                     operations.append(_message(dist.irecv, rows, peer, ranks))
         works = dist.batch_isend_irecv(operations) if operations else []
     for p in table.receives[ranks.rank]:
-        rows = published[p.source].narrow(0, p.begin, p.rows)
-        received[p.target].narrow(0, p.at, p.rows).copy_(rows)
+        rows = _rows(published[p.source], p.begin, p.rows)
+        _rows(received[p.target], p.at, p.rows).copy_(rows)
     return Exchange(works, (tuple(published), tuple(received)), ranks, what)
+
+
+def _rows(x: Tensor, begin: int, rows: int) -> Tensor:
+    return x if rows == x.shape[0] else x.narrow(0, begin, rows)
 
 
 def _message(operation: Any, rows: Tensor, peer: int, ranks: Ranks) -> Any:

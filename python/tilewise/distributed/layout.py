@@ -79,7 +79,7 @@ def starts_of(name: str, value: Any) -> Starts:
         raise TypeError(
             f"{name} is {value!r}, but must be a sequence of integers or a CPU tensor of them"
         ) from None
-    if not starts or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
+    if not starts or starts[0] != 0 or list(starts) != sorted(starts):
         raise ValueError(f"{name} is {list(starts)}, but must begin with 0 and not decrease")
     return starts
 

@@ -11,16 +11,17 @@ two runs, as it has with a single sequence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .core import Local
 from .grid import Grid
 from .keys import AllCalls, Bounds, Call, Meeting, Span, span_of, visible_pairs
-from .layout import Run, Runs, Starts, length, packed_runs, runs_of
+from .layout import Run, Runs, Starts, length, lengths, packed_runs, runs_of
 from .packed_call import Order, PackedCall, SequenceParts, sizes_of
 
 if TYPE_CHECKING:
@@ -59,12 +60,12 @@ class PackedCut(NamedTuple):
     @property
     def rows(self) -> list[int]:
         """The number of rows of each rank."""
-        return [length(own) for own in packed_runs(self.starts_q, self.layout, self.world)]
+        return list(_lengths(self.starts_q, self.layout, self.world))
 
     @property
     def keys(self) -> list[int]:
         """The number of keys of each rank."""
-        return [length(own) for own in packed_runs(self.starts_k, self.layout, self.world)]
+        return list(_lengths(self.starts_k, self.layout, self.world))
 
     @property
     def row_runs(self) -> tuple[Runs, ...]:
@@ -133,9 +134,9 @@ class PackedCut(NamedTuple):
         """
         return _orders(self, rank, device, parts)
 
-    def call_order(self, rank: int) -> tuple[list[int], list[int]]:
+    def call_order(self, rank: int) -> tuple[Tensor, Tensor]:
         """The rows of a rank in the order of its calls, and its keys in that of chunks, each as its
-        place among those of the rank, which come sequence by sequence.
+        place among those of the rank, which come sequence by sequence: int64 in CPU memory.
 
         Sequences a and b have 8 and 4 rows in four chunks each ("zigzag" over two ranks). Rank 0
         has the chunks 0 and 3 of both, and a call for each chunk number:
@@ -147,21 +148,20 @@ class PackedCut(NamedTuple):
         """
         begins = _chunk_begins(self.starts_q, self.layout, self.world, rank)
         rows = [
-            begins[sequence, begin] + i
+            (begins[sequence, begin], end - begin)
             for call in _chunk_calls(self, rank)
             for sequence, runs in sorted(call.rows.items())
             for begin, end in runs
-            for i in range(end - begin)
         ]
         begins = _chunk_begins(self.starts_k, self.layout, self.world, rank)
         keys = [
-            begins[sequence, begin] + i
+            (begins[sequence, begin], end - begin)
             for number in chunks_of(rank, self.layout, self.world)
             for sequence, size in enumerate(sizes_of(self.starts_k))
             for begin, end in [_chunk(size, number, self._chunks())]
-            for i in range(end - begin)
+            if begin < end
         ]
-        return rows, keys
+        return _rows_from(rows), _rows_from(keys)
 
     def _chunks(self) -> int:
         return self.world if self.layout == "contiguous" else 2 * self.world
@@ -182,15 +182,29 @@ def _chunk_starts(starts: Starts, count: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _by_sequence(starts: Starts, layout: str, world: int) -> tuple[int, ...]:
+def _lengths(starts: Starts, layout: str, world: int) -> tuple[int, ...]:
+    """The number of rows of each rank."""
+    return tuple(lengths(packed_runs(starts, layout, world)))
+
+
+def _rows_from(parts: Iterable[tuple[int, int]]) -> Tensor:
+    """Rows, end to end, of parts that are given as the first row and the number of rows: int64 in
+    CPU memory.
+    """
+    first, sizes = torch.tensor([*parts], dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    ends = sizes.cumsum(0)
+    shifts = (first - (ends - sizes)).repeat_interleave(sizes)
+    return shifts.add_(torch.arange(len(shifts), device="cpu"))
+
+
+def _rows(of_ranks: Iterable[Runs]) -> Tensor:
+    """The rows of the runs of all ranks, end to end."""
+    return _rows_from((begin, end - begin) for own in of_ranks for begin, end in own)
+
+
+def _by_sequence(starts: Starts, layout: str, world: int) -> Tensor:
     """For each row of the packed batch, its place in the order of ``PackedCut.row_runs``."""
-    place = [0] * starts[-1]
-    at = 0
-    for own in packed_runs(starts, layout, world):
-        for begin, end in own:
-            place[begin:end] = range(at, at + end - begin)
-            at += end - begin
-    return tuple(place)
+    return _rows(packed_runs(starts, layout, world)).argsort()
 
 
 @lru_cache(maxsize=64)
@@ -294,10 +308,13 @@ def _holding(size: int, count: int, span: Span) -> Run:
 
 @lru_cache(maxsize=32)
 def _whole(cut: PackedCut, device: torch.device) -> PackedCall:
-    q, k = (_by_sequence(x, cut.layout, cut.world) for x in (cut.starts_q, cut.starts_k))
-    orders = Order(q, len(q), device), Order(k, len(k), device)
+    orders = {
+        starts: Order(_by_sequence(starts, cut.layout, cut.world), starts[-1], device)
+        for starts in {cut.starts_q, cut.starts_k}
+    }
     mask = None if cut.mask is None else cut.mask.part_at(None, device)
-    return PackedCall(orders, cut.starts_q, cut.starts_k, device, None, mask)
+    both = orders[cut.starts_q], orders[cut.starts_k]
+    return PackedCall(both, cut.starts_q, cut.starts_k, device, None, mask)
 
 
 @lru_cache(maxsize=32)
@@ -316,15 +333,9 @@ def _orders(cut: PackedCut, rank: int, device: torch.device, parts: int) -> tupl
     orders = []
     for starts, in_call in zip((cut.starts_q, cut.starts_k), cut.call_order(rank), strict=True):
         finer = packed_runs(starts, cut.layout, cut.world * parts)
-        arriving = [row for own in finer[rank * parts : (rank + 1) * parts] for row in _rows(own)]
-        arrives_at = {row: at for at, row in enumerate(arriving)}
-        own = list(_rows(packed_runs(starts, cut.layout, cut.world)[rank]))
-        orders.append(Order([arrives_at[own[at]] for at in in_call], len(in_call), device))
+        arrives_at = _rows(finer[rank * parts : (rank + 1) * parts]).argsort()
+        orders.append(Order(arrives_at[in_call], len(in_call), device))
     return orders[0], orders[1]
-
-
-def _rows(runs: Runs) -> Iterator[int]:
-    return itertools.chain.from_iterable(itertools.starmap(range, runs))
 
 
 def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
@@ -339,29 +350,29 @@ def _local(cut: PackedCut, call: ChunkCall, device: torch.device) -> PackedCall:
             begins[sequence, number] = at
             at += end - begin
     assert at == starts[last] - starts[first]
-    cu_q, cu_k, index = [0], [0], []
+    cu_q, cu_k = [0], [0]
+    parts: list[tuple[int, int]] = []  # see ``_rows_from``
     for sequence, size in enumerate(sizes):
         cu_q.append(cu_q[-1] + length(tuple(call.rows.get(sequence, ()))))
         begin, end = call.keys.get(sequence, (0, 0))
-        index += list(_keys_between(begin, end, size, count, sequence, begins))
+        parts += _keys_between(begin, end, size, count, sequence, begins)
         cu_k.append(cu_k[-1] + end - begin)
     sequences = range(len(sizes))
-    part = SequenceParts(
+    places = SequenceParts(
         tuple((call.rows.get(i, [(0, 0)])[0], call.keys.get(i, (0, 0))) for i in sequences),
         tuple(call.diagonals.get(i, 0) for i in sequences),
     )
-    orders = None, Order(tuple(index), at, device)
-    mask = None if cut.mask is None else cut.mask.part_at(part.places, device)
-    return PackedCall(orders, tuple(cu_q), tuple(cu_k), device, part, mask)
+    orders = None, Order(_rows_from(parts), at, device)
+    mask = None if cut.mask is None else cut.mask.part_at(places.places, device)
+    return PackedCall(orders, tuple(cu_q), tuple(cu_k), device, places, mask)
 
 
 def _keys_between(
     begin: int, end: int, size: int, count: int, sequence: int, begins: dict[tuple[int, int], int]
-) -> Iterator[int]:
-    """The places of the keys of a sequence from `begin` to before `end`."""
+) -> Iterator[tuple[int, int]]:
+    """The places of the keys of a sequence from `begin` to before `end`, see ``_rows_from``."""
     for number in range(count):
         low, high = _chunk(size, number, count)
         first, last = max(begin, low), min(end, high)
         if first < last:
-            base = begins[sequence, number] - low
-            yield from range(base + first, base + last)
+            yield begins[sequence, number] + first - low, last - first

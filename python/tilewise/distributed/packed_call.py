@@ -24,21 +24,44 @@ def sizes_of(starts: Starts) -> list[int]:
 
 
 class Order:
-    """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them."""
+    """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them.
 
-    def __init__(self, index: tuple[int, ...] | list[int], rows: int, device: torch.device) -> None:
-        self._index = torch.tensor(index, dtype=torch.int64).to(device)
+    The index is int64 [picked rows] in CPU memory.
+    """
+
+    def __init__(self, index: Tensor, rows: int, device: torch.device) -> None:
+        self._index = index.to(device)
         self._rows = rows
+        self._inverse = index.argsort().to(device) if len(index) == rows else None
 
     def pick(self, x: Tensor) -> Tensor:
         """[1, rows, ...] as [picked rows, ...]."""
-        return x[0].index_select(0, self._index)
+        return _rows_at(self._index, x[0])
 
     def put(self, y: Tensor) -> Tensor:
         """[picked rows, ...] as [1, rows, ...]; rows that were not picked get 0."""
-        some = y.shape[0] < self._rows
-        x = (y.new_zeros if some else y.new_empty)((self._rows, *y.shape[1:]))
-        return x.index_copy_(0, self._index, y).unsqueeze(0)
+        if self._inverse is not None:
+            return _rows_at(self._inverse, y).unsqueeze(0)
+        x = y.new_zeros((self._rows, *y.shape[1:]))
+        _in_wide(x).index_copy_(0, self._index, _in_wide(y.contiguous()))
+        return x.unsqueeze(0)
+
+
+def _rows_at(index: Tensor, x: Tensor) -> Tensor:
+    """The rows of x [rows, ...] that the index names, in its order."""
+    return _in_wide(x).index_select(0, index).view(x.dtype)
+
+
+def _in_wide(x: Tensor) -> Tensor:
+    """The same rows [rows, ..., columns] with columns of 16 bytes, if those of x are parts of such:
+    the most that a thread of a GPU moves at once. PyTorch's kernels for indices compute integer
+    divisions for each element.
+    """
+    wide = torch.complex128
+    steps = (x.shape[-1], *x.stride()[:-1])
+    if x.stride(-1) != 1 or x.data_ptr() % wide.itemsize:
+        return x
+    return x if any(n * x.element_size() % wide.itemsize for n in steps) else x.view(wide)
 
 
 class SequenceParts(NamedTuple):
@@ -49,10 +72,10 @@ class SequenceParts(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One call of the operator, with the options that it replaces."""
+    """One call of the operator, with the options that it replaces; None: all rows, all keys."""
 
-    rows: slice
-    keys: slice
+    rows: Run | None
+    keys: Run | None
     replaced: dict[str, Any]
 
 
@@ -122,7 +145,7 @@ class PackedCall(Local):
         if options.dropout_p > 0.0 and self._part is not None:
             starts_q, starts_k = self._starts
             for i, (rows, keys) in enumerate(self._part.places):
-                own = tuple(slice(x[i], x[i + 1]) for x in self._starts)
+                own = tuple((x[i], x[i + 1]) for x in self._starts)
                 if starts_q[i] == starts_q[i + 1]:
                     continue
                 alone = [
@@ -134,7 +157,7 @@ class PackedCall(Local):
                     "cu_seqlens_q": alone[0], "cu_seqlens_k": alone[1],
                     "row_offset": rows[0], "key_offset": keys[0],
                 }))  # fmt: skip
-        return steps or [_Step(slice(None), slice(None), {})]
+        return steps or [_Step(None, None, {})]
 
     def _pick_rows(self, x: Tensor) -> Tensor:
         return x[0] if self._rows is None else self._rows.pick(x)
@@ -160,9 +183,12 @@ class PackedCall(Local):
         q, k, v = self._pick_rows(q), self._keys.pick(k), self._keys.pick(v)
         options = self.options_of_heads(options, q)
         parts = [
-            self.call(q[s.rows], k[s.keys], v[s.keys], options._replace(**s.replaced), max_logits)
+            self.call(
+                _part(q, s.rows), _part(k, s.keys), _part(v, s.keys),
+                options._replace(**s.replaced), max_logits,
+            )
             for s in self._steps(options)
-        ]
+        ]  # fmt: skip
         out, lse = _cat([x.out for x in parts], 0), _cat([x.lse for x in parts], -1)
         state = [q, k, v, out, _cat([x.state[-1] for x in parts], -1)]
         return Result(self._put_rows(out), self._lse_out(lse), state)
@@ -184,9 +210,10 @@ class PackedCall(Local):
         steps = self._steps(options)
         parts = [
             self.call_backward(
-                [q[s.rows], k[s.keys], v[s.keys], out[s.rows], lse[..., s.rows].contiguous()],
-                dout[s.rows],
-                None if dlse is None else dlse[..., s.rows], options._replace(**s.replaced), wanted,
+                [_part(q, s.rows), _part(k, s.keys), _part(v, s.keys), _part(out, s.rows),
+                 _part(lse, s.rows, -1).contiguous()],
+                _part(dout, s.rows), None if dlse is None else _part(dlse, s.rows, -1),
+                options._replace(**s.replaced), wanted,
             )
             for s in steps
         ]  # fmt: skip
@@ -197,13 +224,17 @@ class PackedCall(Local):
         return grads
 
 
+def _part(x: Tensor, run: Run | None, dim: int = 0) -> Tensor:
+    return x if run is None else x.narrow(dim, run[0], run[1] - run[0])
+
+
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _joined(parts: list[Gradients], steps: list[_Step], state: list[Tensor]) -> Gradients:
     """The gradients of all steps; keys of sequences without rows get 0."""
-    if len(parts) == 1 and steps[0].keys == slice(None):
+    if steps[0].keys is None:
         return parts[0]
     joined: Gradients = []
     for i, of_steps in enumerate(zip(*parts, strict=True)):
@@ -215,7 +246,7 @@ def _joined(parts: list[Gradients], steps: list[_Step], state: list[Tensor]) -> 
         elif i < 3:
             whole = torch.zeros_like(state[i])
             for step, x in zip(steps, present, strict=True):
-                whole[step.keys] = x
+                _part(whole, step.keys).copy_(x)
             joined.append(whole)
         else:
             joined.append(torch.stack(present).sum(0))

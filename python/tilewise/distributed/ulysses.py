@@ -191,6 +191,7 @@ def tables(rank: int, runs: tuple[tuple[Runs, ...], ...]) -> tuple[Table, Table]
     return table_of(ranks, to_heads), table_of(ranks, to_rows)
 
 
+@lru_cache(maxsize=64)
 def groups(
     pairs: int, batch: int, heads: tuple[int, int], columns: tuple[int, int], world: int,
     device: torch.device,

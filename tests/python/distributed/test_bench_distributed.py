@@ -45,6 +45,7 @@ def test_rows_have_what_was_measured_and_what_was_not(pool):
         for method in bench.METHODS:
             milliseconds = row["milliseconds"][method]
             assert row["efficiency"][method] == row["alone_ms"] / (2 * milliseconds) > 0
+            assert 0 < row["host_ms"][method] <= milliseconds
         assert set(row["left_out"]) == {*bench.COPIES, *bench.PEERS}
         json.dumps(row)
 
@@ -57,7 +58,7 @@ def ring(group, causal):
     with switched(), bench.ring(point, place_of(group), "tilewise") as (call, tensors):
         taken = bench.timed(call, tensors, 2, place_of(group), apart=False)
         return (
-            len(taken),
+            len(taken.whole),
             [list(x.shape) for x in tensors],
             all(x.grad is not None for x in tensors),
         )
@@ -80,7 +81,7 @@ def test_points_and_documents():
 
 
 def test_results_of_contestants_are_joined():
-    row = {"name": "a", "gpus": 2, "efficiency": {}, "peak_mb": {}, "left_out": {}}
+    row = {"name": "a", "gpus": 2, "host_ms": {}, "efficiency": {}, "peak_mb": {}, "left_out": {}}
     rows = [row | {"milliseconds": {"x": 1}}], [row | {"milliseconds": {"y": 2}}]
     (both,) = bench.merged([{"rows": x} for x in rows])
     assert both["milliseconds"] == {"x": 1, "y": 2}

@@ -11,6 +11,7 @@ if not torch.distributed.is_gloo_available():
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
 from tilewise.distributed.layout import lengths, runs_of  # noqa: E402
+from tilewise.distributed.packed_call import Order  # noqa: E402
 from tilewise.distributed.ranks import sum_dtype  # noqa: E402
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -163,3 +164,21 @@ def test_a_rank_that_died_is_a_sentence():
         assert "gloo:" in text
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("index", [[2, 0, 4, 1, 3], [4, 1], [], [0]])
+def test_rows_are_picked_and_put_back(index):
+    """Shapes, dtypes and strides that can be moved 16 bytes at a time, and others."""
+    order = Order(torch.tensor(index, dtype=torch.int64), 5, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for columns in (1, 3, 16, 32):
+            rows = torch.randint(0, 99, (5, 2, 3 * columns)).to(dtype)
+            for x in (rows, rows[..., 1 : columns + 1], rows[..., :columns], rows.transpose(1, 2)):
+                picked = order.pick(x[None])
+                assert picked.dtype == dtype and torch.equal(picked, x[index])
+                want = torch.zeros_like(x)
+                want[index] = x[index]
+                assert torch.equal(order.put(x[index])[0], want)
+    one = Order(torch.tensor([0]), 1, torch.device("cpu"))
+    x = torch.arange(32.0).view(32, 1).T  # whose one row has a stride of 1
+    assert torch.equal(one.put(one.pick(x[None])), x[None])
