@@ -50,6 +50,7 @@ _WIDTHS: dict[str, dict[str, Any]] = {
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "NemotronAsrStreamingEncoderConfig": {"default_num_lookahead_tokens": 1},
+    "SamHQMaskDecoderConfig": {"vit_dim": 32},
     "YolosConfig": {"image_size": [32, 48], "num_detection_tokens": 5},
     "VJEPA2Config": {
         "crop_size": 32,
