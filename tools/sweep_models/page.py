@@ -150,7 +150,7 @@ def _equal(chosen: Mapping[str, Result]) -> Iterator[str]:
         single = [value for case, value in measured.items() if case != "bf16"]
         ours, eager = (max(value[key] for value in single) for key in ("ours", "eager"))
         own = ", ".join(result.get("own", ()))
-        tried = ", ".join(measured)
+        tried = ", ".join(sorted(measured))  # the order of the file
         if result.get("pictures") is False:
             tried += ", text only"
         yield f"| {name} | {tried} | {ours:.1e} | {eager:.1e} | {own} |"

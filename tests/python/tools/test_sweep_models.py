@@ -198,6 +198,16 @@ def test_every_class_is_on_the_page(tmp_path: Path) -> None:
     assert text.count("no result yet") == 1 and "LlamaModel \\| x" in text
 
 
+def test_the_page_of_a_sweep_is_that_of_its_file(tmp_path: Path) -> None:
+    targets = discover.targets()
+    results = Results(tmp_path / "models.json")
+    case = {"state": "equal", "ours": 1e-7, "eager": 1e-7}
+    results.put("BertModel", {"state": "equal", "cases": {"plain": case, "bf16": case}})
+    results.write()
+    stored = page.page(Results(tmp_path / "models.json"), targets)
+    assert page.page(results, targets) == stored and "| bf16, plain |" in stored
+
+
 def test_results_from_other_sources_are_stale(tmp_path: Path) -> None:
     results = Results(tmp_path / "models.json")
     results.classes["LlamaModel"] = {"state": "equal", "sources": "earlier"}
