@@ -37,12 +37,13 @@ struct FamilyFacts {
   const char* requires_;  // the hardware that it needs
   DtypeSet dtypes;        // of q
   PassSet passes;
-  DtypeSet jvp_dtypes = kFloatDtypes;  // those of `dtypes` that Pass::jvp takes
-  int32_t max_head_dim;                // of q and k, and of v
+  DtypeSet tangent_dtypes = kFloatDtypes;  // those of `dtypes` for Pass::jvp and Pass::second
+  int32_t max_head_dim;                    // of q and k, and of v
 
   constexpr bool has(Pass pass, int32_t dtype) const {
+    const bool has_tangents = pass == Pass::jvp || pass == Pass::second;
     return dtypes.contains(dtype) && passes.contains(pass) &&
-           (pass != Pass::jvp || jvp_dtypes.contains(dtype));
+           (!has_tangents || tangent_dtypes.contains(dtype));
   }
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;

@@ -56,7 +56,8 @@ struct KernelSet {
   int32_t prepare_splits = 1;        // CTAs of the prepare kernel per row tile
   // The kernels with smaller tiles for problems with few rows; null: none.
   const KernelSet* few_rows = nullptr;
-  // The kernels of Pass::jvp if their tiles are not those of the forward; null: this set has them.
+  // The kernels of Pass::jvp and Pass::second if their tiles are not those of the forward and the
+  // backward; null: this set has them.
   const KernelSet* tangents = nullptr;
 
   const FormKernels& form(Form which) const {
@@ -84,9 +85,9 @@ struct KernelSet {
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }
-  const KernelSet& of_jvp() const { return tangents != nullptr ? *tangents : *this; }
-  bool has_jvp() const { return of_jvp().plain.jvp.function != nullptr; }
-  bool has_second() const { return general.second.function != nullptr; }
+  const KernelSet& of_tangents() const { return tangents != nullptr ? *tangents : *this; }
+  bool has_jvp() const { return of_tangents().plain.jvp.function != nullptr; }
+  bool has_second() const { return of_tangents().plain.second.function != nullptr; }
 };
 
 // The machine code of a tile table (0: kernels without one), as compute capabilities (major * 10 +

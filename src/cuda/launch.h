@@ -35,14 +35,14 @@ class ForwardLaunch {
 void launch_jvp(const Request& request, const Plan& plan, void* workspace);
 
 // The launches of a backward: [index check] [prepare] main kernels [NaN recompute] [dbias] [dsinks]
-// [sums of dsinks and dscale]. Pass::second has the same; its family launches a dbias of its own
-// and calls `scalar_gradients` instead of `finish`.
+// [sums of dsinks and dscale].
 class BackwardLaunch {
  public:
   BackwardLaunch(const Request& request, const Plan& plan, const BackwardWorkspace& regions,
                  void* workspace);
   void finish();
-  void scalar_gradients() const;
+  // Pass::second: all launches from the kernel that prepares the main kernels on.
+  void launch_second(const SecondParams& second) const;
 
   const DeviceScope scope;
   const Plan& plan;
@@ -60,6 +60,9 @@ class BackwardLaunch {
     return params.gradients.dq.data != nullptr || params.gradients.dscale != nullptr;
   }
   const FormKernels& kernels() const { return plan.kernel_set->form(plan.form); }
+
+ private:
+  void scalar_gradients() const;
 };
 
 // FamilyRow::launch of a family that launches a forward with kForward(problem, plan, workspace) and

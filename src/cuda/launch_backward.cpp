@@ -44,19 +44,22 @@ Problem prepare_all(const Problem& p, const Gradients& g, const Plan& plan,
   return prepared.checked_problem;
 }
 
-// Launches the kernels that recompute flagged tiles.
-void recompute_flagged(const BackwardLaunch& backward) {
+// Launches the kernels that recompute flagged tiles, if the plan has any: those of the keys and
+// those of the rows.
+template <class Params>
+void recompute_flagged(const BackwardLaunch& backward, Kernel<Params> FormKernels::* keys,
+                       Kernel<Params> FormKernels::* rows, const Params& params) {
+  const KernelSet* const kernel_set = backward.plan.nan_recompute;
+  if (kernel_set == nullptr) return;
   const Problem& p = backward.problem;
-  const KernelSet& kernel_set = *backward.plan.nan_recompute;
-  const FormKernels& recompute = kernel_set.form(Form::general);
+  const FormKernels& recompute = kernel_set->form(Form::general);
   const auto blocks = [&](const Flags& flags) {
-    return recompute_blocks(flags, kernel_set.backward_tile, p.device_index);
+    return recompute_blocks(flags, kernel_set->backward_tile, p.device_index);
   };
-  const BackwardParams& params = backward.params;
   if (backward.keys())
-    launch(recompute.backward, blocks(params.key_flags), p.stream, params, Start::dependent);
+    launch(recompute.*keys, blocks(params.key_flags), p.stream, params, Start::dependent);
   if (backward.rows())
-    launch(recompute.finish, blocks(params.row_flags), p.stream, params, Start::dependent);
+    launch(recompute.*rows, blocks(params.row_flags), p.stream, params, Start::dependent);
 }
 
 }  // namespace
@@ -83,11 +86,22 @@ void set_far_rows(BackwardParams& params, const FarRowRegions& regions, void* wo
 void BackwardLaunch::finish() {
   const Problem& p = problem;
   const Gradients& g = params.gradients;
-  if (plan.nan_recompute != nullptr) recompute_flagged(*this);
+  recompute_flagged(*this, &FormKernels::backward, &FormKernels::finish, params);
   if (g.dbias != nullptr) {
     launch(common::tensor_kernels(dtypes_of(p).q).dbias, common::dbias_blocks(p, g), p.stream,
            common::DbiasParams{p, g, params.mask});
   }
+  scalar_gradients();
+}
+
+void BackwardLaunch::launch_second(const SecondParams& second) const {
+  const int64_t row_tiles = row_blocks(problem, plan);
+  launch(kernels().second_prepare, row_tiles, problem.stream, second);
+  if (keys()) launch(kernels().second, plan.blocks, problem.stream, second);
+  if (rows()) launch(kernels().second_finish, row_tiles, problem.stream, second);
+  recompute_flagged(*this, &FormKernels::second, &FormKernels::second_finish, second);
+  const int64_t dbias_blocks = common::dbias_blocks(problem, params.gradients);
+  if (dbias_blocks > 0) launch(kernels().second_dbias, dbias_blocks, problem.stream, second);
   scalar_gradients();
 }
 

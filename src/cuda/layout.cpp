@@ -77,8 +77,8 @@ bool rows_are_aligned(const Request& request) {
       aligned_if_given(t.q, rows, dtypes.q) && aligned_if_given(t.k, keys, dtypes.kv) &&
       aligned_if_given(t.v, keys, dtypes.kv) && aligned_if_given(t.out, rows, dtypes.out);
   if (request.is(Pass::jvp) || !tangents) return tangents;
-  return aligned(g.dout, rows, dtypes.q) && aligned_if_given(g.dq, rows, dtypes.q) &&
-         aligned_if_given(g.dk, gradients, dtypes.kv) &&
+  return aligned(g.dout, rows, dtypes.q) && aligned_if_given(t.dout, rows, dtypes.q) &&
+         aligned_if_given(g.dq, rows, dtypes.q) && aligned_if_given(g.dk, gradients, dtypes.kv) &&
          aligned_if_given(g.dv, gradients, dtypes.kv);
 }
 

@@ -237,7 +237,13 @@ struct JvpParams : ForwardParams {
 // gradients.dout and dlse are those of the results, tangents.dout and dlse those of their tangents.
 struct SecondParams : BackwardParams {
   Tangents tangents;
-  float* row_second_delta;  // delta of the results, as row_delta, which is that of the tangents
+  // Row statistics as row_delta, which is here the delta of the tangents, dout'.out - dlse'.
+  float* row_second_delta = nullptr;  // the delta of the results, dout.out + dout'.out' - dlse
+  // mma_sync: -lse, or -inf for rows that are not in use or see no key, which makes their weights
+  // 0; minus the low part of lse (Problem::lse_low), in units of ln 2; and lse'.
+  float* row_minus_lse = nullptr;
+  float* row_minus_low = nullptr;
+  float* row_mean = nullptr;
 };
 
 }  // namespace tilewise::cuda

@@ -28,11 +28,12 @@ bool serves_backward(const KernelSet& kernel_set, const Gpu& gpu) {
 
 bool serves_jvp(const KernelSet& kernel_set, const Gpu& gpu) {
   return kernel_set.has_jvp() &&
-         fit(gpu, kernel_set.of_jvp().plain.jvp, kernel_set.of_jvp().general.jvp);
+         fit(gpu, kernel_set.of_tangents().plain.jvp, kernel_set.of_tangents().general.jvp);
 }
 
 bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {
-  for (const FormKernels* form : {&kernel_set.plain, &kernel_set.general}) {
+  const KernelSet& set = kernel_set.of_tangents();
+  for (const FormKernels* form : {&set.plain, &set.general}) {
     if (!fit(gpu, form->second_prepare, form->second, form->second_finish, form->second_dbias))
       return false;
   }

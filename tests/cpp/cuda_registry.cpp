@@ -59,12 +59,16 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
         expect_kernel(form->tma_backward, set->has_backward() && tma, max_shared);
         expect_kernel(form->finish, set->has_backward(), max_shared);
       }
-      const bool jvp_on_tensor_cores = kernel_set->family == &mma_sync::kFamily &&
-                                       set == kernel_set && kernel_set->architecture >= 80 &&
-                                       kernel_set->dtype != TILEWISE_FLOAT32 && !float8 &&
-                                       (set->head_dim == 64 || set->head_dim == 128);
-      const bool has_jvp = jvp_on_tensor_cores || kernel_set->family == &simt::kFamily;
-      expect_kernel(set->of_jvp().plain.jvp, has_jvp, max_shared);
+      const bool on_tensor_cores = kernel_set->family == &mma_sync::kFamily && set == kernel_set &&
+                                   kernel_set->architecture >= 80 &&
+                                   kernel_set->dtype != TILEWISE_FLOAT32 && !float8 &&
+                                   (set->head_dim == 64 || set->head_dim == 128);
+      const bool has_tangents = on_tensor_cores || kernel_set->family == &simt::kFamily;
+      const FormKernels& tangents = set->of_tangents().plain;
+      expect_kernel(tangents.jvp, has_tangents, max_shared);
+      expect_kernel(tangents.second_prepare, has_tangents, max_shared);
+      expect_kernel(tangents.second, has_tangents, max_shared);
+      expect_kernel(tangents.second_finish, has_tangents, max_shared);
       const bool paged = kernel_set->family == &mma_sync::kFamily &&
                          kernel_set->dtype != TILEWISE_FLOAT32 && !float8;
       expect_kernel(set->paged.forward, set->has_forward() && paged, max_shared);

@@ -65,6 +65,23 @@ void for_each_instance(const Visit& visit) {
   simt::for_each_instance(visit_as(simt::kFamily));
 }
 
+// The kernels of tangents that `set` has beside its own; null: none.
+template <class Arch>
+const cuda::KernelSet* described_tangents(const cuda::KernelSet& set, int bytes) {
+  const auto jvp = cuda::arch::jvp_tile<Arch>(bytes, set.head_dim);
+  if (jvp.warps == 0) return nullptr;
+  const auto rows = cuda::arch::second_rows_tile<Arch>(bytes, set.head_dim);
+  const auto keys = cuda::arch::second_keys_tile<Arch>(bytes, set.head_dim);
+  static std::deque<cuda::KernelSet> tangents;
+  cuda::KernelSet& kernels = tangents.emplace_back(set);
+  kernels.forward_tile = {.rows = jvp.rows(), .keys = jvp.keys, .blocks_per_sm = jvp.blocks_per_sm};
+  kernels.backward_tile = {
+      .rows = rows.rows(), .keys = keys.rows(), .blocks_per_sm = rows.blocks_per_sm};
+  kernels.plain.jvp.function = [](cuda::JvpParams) {};
+  kernels.plain.second.function = [](cuda::SecondParams) {};
+  return &kernels;
+}
+
 inline cuda::KernelSet described(const cuda::FamilyRow& family,
                                  const cuda::KernelInstance& instance) {
   const auto is = [&](const char* other) { return std::strcmp(instance.element, other) == 0; };
@@ -80,6 +97,7 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
   if (&family == &cuda::simt::kFamily) {
     set.forward_tile = set.backward_tile = {.rows = 64, .keys = 64, .blocks_per_sm = 2};
     set.plain.jvp.function = set.general.jvp.function = [](cuda::JvpParams) {};
+    set.plain.second.function = set.general.second.function = [](cuda::SecondParams) {};
     return set;
   }
   if (&family == &cuda::wgmma::kFamily) {
@@ -124,15 +142,7 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
       }
       set.few_rows = &few_rows.back();
     }
-    const auto jvp = cuda::arch::jvp_tile<Arch>(bytes, instance.head_dim);
-    if (jvp.warps > 0) {
-      static std::deque<cuda::KernelSet> tangents;
-      cuda::KernelSet& kernels = tangents.emplace_back(set);
-      kernels.forward_tile = {
-          .rows = jvp.rows(), .keys = jvp.keys, .blocks_per_sm = jvp.blocks_per_sm};
-      kernels.plain.jvp.function = [](cuda::JvpParams) {};
-      set.tangents = &kernels;
-    }
+    set.tangents = described_tangents<Arch>(set, bytes);
     if (backward.key_warps > 0) {
       set.backward_tile = {.rows = backward.queries,
                            .keys = backward.keys(),

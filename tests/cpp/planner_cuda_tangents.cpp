@@ -17,6 +17,9 @@ Decision plan_jvp(const Problem& p, const Device& device, const Tangents& t = kN
 std::string kernel_of_jvp(const Problem& p, const Device& device) {
   return kernel_name(plan_jvp(p, device), Request(p, Pass::jvp, kNoGradients));
 }
+Decision plan_second(const Problem& p, const Device& device, const Gradients& g = kNoGradients) {
+  return plan(Request(p, Pass::second, g), device);
+}
 std::string why_jvp(const Problem& p, const Device& device, const Tangents& t = kNoTangents) {
   return explain(plan_jvp(p, device, t), Request(p, Pass::jvp, kNoGradients, t), device);
 }
@@ -61,6 +64,46 @@ TEST(PlannerCudaTangents, TilesThatANanMayContaminateAreFlagged) {
   EXPECT_GE(decision.workspace_bytes(), decision.cuda.blocks);
 }
 
+TEST(PlannerCudaTangents, TensorCoresComputeSecondDerivativesInSixteenBits) {
+  for (const int32_t sm : {80, 86, 90, 120}) {
+    const Device device = gpu_with(sm);
+    for (const int32_t dtype : {TILEWISE_FLOAT16, TILEWISE_BFLOAT16}) {
+      for (const int64_t head_dim : {8, 64, 72, 128}) {
+        const Problem p = problem(dtype, 2, 300, 400, 8, head_dim);
+        const Decision decision = plan_second(p, device);
+        const cuda::Plan& plan = decision.cuda;
+        const std::string name = kernel_name(decision, Request(p, Pass::second, kNoGradients));
+        EXPECT_EQ(name.rfind("cuda.mma_sync.second.", 0), 0U) << name;
+        EXPECT_EQ(plan.form, cuda::Form::plain);
+        EXPECT_EQ(plan.tile_q, head_dim <= 64 ? 128 : 64);
+        EXPECT_EQ(plan.tile_k, head_dim <= 64 ? 128 : 64);
+        EXPECT_EQ(plan.blocks, 2 * 8 * (head_dim <= 64 ? 4 : 7));
+        EXPECT_EQ(plan.nan_recompute != nullptr, dtype == TILEWISE_FLOAT16);  // it may overflow
+        const int64_t rows = 2 * 8 * (head_dim <= 64 ? 384 : 320);
+        EXPECT_GE(decision.workspace_bytes(), 5 * 4 * rows);  // five statistics of fp32
+      }
+    }
+  }
+}
+
+TEST(PlannerCudaTangents, SecondDerivativesOnSimtAreNamed) {
+  const Problem p = problem(TILEWISE_BFLOAT16);
+  const Device device = gpu_with(90);
+  float dscale = 0.0f;
+  Gradients g{};
+  g.dscale = &dscale;
+  const Request request(p, Pass::second, g);
+  const Decision decision = plan_second(p, device, g);
+  EXPECT_EQ(kernel_name(decision, request), "cuda.simt.second.bf16");
+  const std::string text = explain(decision, request, device);
+  EXPECT_NE(text.find("cuda.mma_sync would be faster, but its second has no gradient of the scale"),
+            std::string::npos)
+      << text;
+  const Problem fp32 = problem(TILEWISE_FLOAT32);
+  EXPECT_EQ(kernel_name(plan_second(fp32, device), Request(fp32, Pass::second, kNoGradients)),
+            "cuda.simt.second.f32");
+}
+
 TEST(PlannerCudaTangents, FewRowsOfAGroupShareATile) {
   Problem p = problem(TILEWISE_BFLOAT16, 3, 16, 500);
   p.heads_kv = 2;
@@ -79,22 +122,23 @@ TEST(PlannerCudaTangents, WhatTensorCoresDoNotServeRunsOnSimtAndIsNamed) {
   };
   const Device device = gpu_with(80);
   Problem p = problem(TILEWISE_FLOAT16);
-  expect_simt(problem(TILEWISE_FLOAT32), device, "it has a jvp for float16 and bfloat16 alone");
-  expect_simt(p, gpu_with(75), "its jvp needs sm_80");
+  expect_simt(problem(TILEWISE_FLOAT32), device,
+              "it has jvp and second for float16 and bfloat16 alone");
+  expect_simt(p, gpu_with(75), "its jvp and second need sm_80");
   expect_simt(problem(TILEWISE_FLOAT16, 1, 64, 64, 8, 136), device,
-              "its jvp takes head dimensions up to 128");
+              "its jvp and second take head dimensions up to 128");
   p.softcap = 5.0f;
-  expect_simt(p, device, "its jvp takes no softcap, ALiBi slopes, bias, dropout or mask");
+  expect_simt(p, device, "its jvp and second take no softcap, ALiBi slopes, bias, dropout or mask");
   p.softcap = 0.0f;
   tilewise_mask mask{};
   mask.struct_size = sizeof(mask);
   p.mask = &mask;
-  expect_simt(p, device, "its jvp takes no softcap, ALiBi slopes, bias, dropout or mask");
+  expect_simt(p, device, "its jvp and second take no softcap, ALiBi slopes, bias, dropout or mask");
   p.mask = nullptr;
   Tangents t{};
   t.k = p.k;
   t.k.data = reinterpret_cast<void*>(8);
-  expect_simt(p, device, "its jvp needs rows", t);
+  expect_simt(p, device, "its jvp and second need rows", t);
   t.k.data = reinterpret_cast<void*>(16);
   const Request request(p, Pass::jvp, kNoGradients, t);
   EXPECT_EQ(kernel_name(plan(request, device), request), "cuda.mma_sync.jvp.f16");

@@ -298,7 +298,10 @@ def passes(call: Call) -> Iterator[Pass]:
     if call.shape.tangents:
         tangents = call.tangents()
         yield Pass("jvp", _abi.JVP, (tangents,))
-        yield Pass("second", _abi.SECOND, (tangents, call.gradients()))
+        gradients = call.gradients()
+        if not call.shape.general:  # tensor cores compute the others
+            gradients.dscale = None
+        yield Pass("second", _abi.SECOND, (tangents, gradients))
 
 
 def run(call: Call) -> list[str]:

@@ -376,4 +376,21 @@ constexpr ForwardTile jvp_tile(int element_bytes, int head_dim) {
   return {.warps = 4, .warp_rows = 32, .keys = keys, .stages = 4, .blocks_per_sm = 2};
 }
 
+// The tiles of the second derivatives: of rows that walk keys, and of keys that walk rows. The
+// stages hold the four operands that are walked; with those that the CTA owns they take 80 or 72 KB
+// at D64 and 96 KB at D128, which also fits the 99 KB of sm_86. A warp holds four tiles of factors
+// beside its sums, so that it has 32 rows only where D is 64.
+template <class Arch>
+constexpr ForwardTile second_rows_tile(int element_bytes, int head_dim) {
+  if (jvp_tile<Arch>(element_bytes, head_dim).warps == 0) return kNoForward;
+  const int rows = head_dim == 64 ? 32 : 16;
+  return {.warps = 4, .warp_rows = rows, .keys = 32, .stages = 4, .blocks_per_sm = 2};
+}
+template <class Arch>
+constexpr ForwardTile second_keys_tile(int element_bytes, int head_dim) {
+  ForwardTile tile = second_rows_tile<Arch>(element_bytes, head_dim);
+  if (head_dim == 64) tile.keys = 16;  // there are the sums of dK and those of dV
+  return tile;
+}
+
 }  // namespace tilewise::cuda::arch

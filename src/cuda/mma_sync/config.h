@@ -74,9 +74,19 @@ struct JvpConfig : Config<Arch, Element, kHeadDim, Form::plain> {
   static constexpr arch::ForwardTile kForward = arch::jvp_tile<Arch>(Element::kBytes, kHeadDim);
 };
 
+// The configuration of the second derivatives of what `Owner` owns (second_owner.h).
+template <class Arch, class Element, int kHeadDim, class Owner_>
+struct SecondConfig : Config<Arch, Element, kHeadDim, Form::plain> {
+  using Owner = Owner_;
+  static constexpr arch::ForwardTile kForward =
+      Owner::template tile<Arch>(Element::kBytes, kHeadDim);
+};
+
 // The kernels:
 //   forward.cuh            forward<Config>(ForwardParams; TmaForwardParams in the TMA forms)
 //   jvp.cuh                jvp<JvpConfig>(JvpParams)
+//   second_prepare.cuh     second_prepare<SecondConfig>(SecondParams)
+//   second.cuh             second_keys<SecondConfig>(SecondParams), and second_rows
 //   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
 //   backward_main.cuh      backward<Config>(BackwardParams)
 //   backward_finish.cuh    backward_finish<Config>(BackwardParams)

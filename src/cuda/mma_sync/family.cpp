@@ -17,27 +17,34 @@ struct BackwardRegions : BackwardWorkspace {
 
 int32_t table(const Gpu& gpu) { return arch::table_of(gpu.sm, gpu.table); }
 
-// Why not Pass::jvp, whose kernels are the fast path alone.
-WhyNot why_no_jvp(const Request& request, const Gpu& gpu) {
+struct SecondRegions : BackwardWorkspace {
+  Region row_second_delta;  // as in SecondParams
+  Region row_minus_lse;
+  Region row_minus_low;
+  Region row_mean;
+};
+
+// Why not Pass::jvp or Pass::second, whose kernels are the fast path alone.
+WhyNot why_no_tangents(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   const int32_t kv = request.dtypes.kv;
   if (kv != TILEWISE_FLOAT16 && kv != TILEWISE_BFLOAT16)
-    return {.text = "it has a jvp for float16 and bfloat16 alone"};
-  if (table(gpu) == arch::Sm75::kTable) return {.text = "its jvp needs sm_80"};
+    return {.text = "it has jvp and second for float16 and bfloat16 alone"};
+  if (table(gpu) == arch::Sm75::kTable) return {.text = "its jvp and second need sm_80"};
   if (max(p.head_dim, p.head_dim_v) > kTangentHeadDims.back())
-    return {.text = "its jvp takes head dimensions up to 128"};
+    return {.text = "its jvp and second take head dimensions up to 128"};
   if (is_general(p) || p.mask != nullptr)
-    return {.text = "its jvp takes no softcap, ALiBi slopes, bias, dropout or mask"};
+    return {.text = "its jvp and second take no softcap, ALiBi slopes, bias, dropout or mask"};
+  if (request.gradients.dscale != nullptr)
+    return {.text = "its second has no gradient of the scale"};
   if (const WhyNot why = why_no_other_out(request)) return why;
   if (!fits_plain(request))
-    return {.text =
-                "its jvp needs rows of inputs, out and tangents that start at multiples of "
-                "16 bytes"};
+    return {.text = "its jvp and second need rows of tensors that start at multiples of 16 bytes"};
   return {};
 }
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
-  if (request.is(Pass::jvp)) return why_no_jvp(request, gpu);
+  if (request.is(Pass::jvp) || request.is(Pass::second)) return why_no_tangents(request, gpu);
   if (const WhyNot why = why_no_max_logits(request)) return why;
   const int32_t kv = request.dtypes.kv;
   if (request.problem.mask != nullptr && kv == TILEWISE_FLOAT32)
@@ -89,7 +96,7 @@ Plan plan_forward(const Problem& p, const KernelSet& large, const Gpu& gpu,
 // The tiles of a forward, each with all of its keys.
 Plan plan_jvp(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu,
               const KernelSet* nan_recompute) {
-  Plan plan = plan_forward_tiles(p, kernel_set.of_jvp(), gpu);
+  Plan plan = plan_forward_tiles(p, kernel_set.of_tangents(), gpu);
   if (!plan.can_be_launched()) return plan;
   plan_forward_grid(plan, p, gpu);
   plan.nan_recompute = nan_recompute;
@@ -122,12 +129,35 @@ Plan plan_backward(const Request& request, const KernelSet& kernel_set, const Gp
   return plan;
 }
 
+SecondRegions second_regions(const Request& request, const Plan& plan) {
+  Workspace workspace;
+  SecondRegions regions;
+  take_shared_regions(regions, workspace, request, plan);
+  const int64_t rows = row_blocks(request.problem, plan) * plan.tile_q;
+  for (Region* region : {&regions.row_second_delta, &regions.row_minus_lse, &regions.row_minus_low,
+                         &regions.row_mean})
+    *region = workspace.take<float>(rows);
+  regions.bytes = workspace.bytes();
+  return regions;
+}
+
+Plan plan_second(const Request& request, const KernelSet& kernel_set, const Gpu& gpu,
+                 const KernelSet* nan_recompute) {
+  Plan plan = plan_backward_tiles(request, kernel_set.of_tangents());
+  interleave_backward_heads(plan, request.problem, gpu);
+  plan_backward_grid(plan, request);
+  plan.nan_recompute = nan_recompute;
+  if (plan.can_be_launched()) plan.workspace_bytes = second_regions(request, plan).bytes;
+  return plan;
+}
+
 Plan plan(const Request& request, const Target& target) {
   const KernelSet* kernel_set = find(request, target);
   if (kernel_set == nullptr) return {};
   const KernelSet* nan_recompute = nullptr;
-  // In a jvp, the products of weights and tangents of scores may also overflow fp16.
-  const bool overflows = request.is(Pass::jvp) && request.dtypes.kv == TILEWISE_FLOAT16;
+  // With tangents, the products of weights and tangents of scores may also overflow fp16.
+  const bool has_tangents = request.is(Pass::jvp) || request.is(Pass::second);
+  const bool overflows = has_tangents && request.dtypes.kv == TILEWISE_FLOAT16;
   if (overflows || nan_may_leak(request.problem)) {
     nan_recompute = find_recompute_kernels(request, target);
     if (nan_recompute == nullptr) return {};
@@ -140,7 +170,7 @@ Plan plan(const Request& request, const Target& target) {
     case Pass::jvp:
       return plan_jvp(request.problem, *kernel_set, target.gpu, nan_recompute);
     case Pass::second:
-      return {};  // not in `passes`
+      return plan_second(request, *kernel_set, target.gpu, nan_recompute);
   }
   return {};
 }
@@ -193,20 +223,32 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
   backward.finish();
 }
 
+// One kernel computes dK and dV, another dQ.
+void launch_second(const Request& request, const Plan& plan, void* workspace) {
+  const SecondRegions regions = second_regions(request, plan);
+  const BackwardLaunch second(request, plan, regions, workspace);
+  SecondParams params{second.params, request.tangents};
+  params.row_second_delta = regions.row_second_delta.in<float>(workspace);
+  params.row_minus_lse = regions.row_minus_lse.in<float>(workspace);
+  params.row_minus_low = regions.row_minus_low.in<float>(workspace);
+  params.row_mean = regions.row_mean.in<float>(workspace);
+  second.launch_second(params);
+}
+
 }  // namespace
 
 constexpr FamilyRow kFamily = {
     .facts = {.name = "cuda.mma_sync",
               .requires_ = "tensor cores: sm_75 for float16, sm_80 for bfloat16 and float32",
               .dtypes = kFloatDtypes,
-              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp),
-              .jvp_dtypes = kHalfDtypes,
+              .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
+              .tangent_dtypes = kHalfDtypes,
               .max_head_dim = kHalfHeadDims.back()},
     .sm = {.first = 75},
     .table = table,
     .why_not = why_not,
     .plan = plan,
-    .launch = launch_pass<launch_forward, launch_backward, launch_jvp>,
+    .launch = launch_pass<launch_forward, launch_backward, launch_jvp, launch_second>,
 };
 
 }  // namespace tilewise::cuda::mma_sync

@@ -27,7 +27,7 @@
 #pragma once
 
 #include "attention/online_softmax.h"
-#include "cuda/mma_sync/forward.cuh"
+#include "cuda/mma_sync/tangent_products.cuh"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -38,13 +38,6 @@ template <class C>
 inline constexpr int kTangentRowsAt = kTangentQueriesAt<C> + kQueryTileBytes<C>;
 template <class C>
 inline constexpr int kJvpSharedBytes = kTangentRowsAt<C> + C::kForward.rows() * 16;
-
-// Waits until all copies have arrived, and all warps have read what is overwritten next.
-template <class C>
-TILEWISE_DEVICE void wait_for_all() {
-  tile::wait<typename C::Arch, 0>();
-  ptx::sync_block();
-}
 
 // The stages of a CTA.
 template <class C>
@@ -93,58 +86,6 @@ struct TangentStages {
                            kv.batch_index * view.stride_batch + (kv.first + key) * view.stride_row;
     const char* row = static_cast<const char*>(view.data) + offset * kBytes + lanes.chunk * 16;
     copy_rows<C>(stage, lanes, row, view.stride_row * kBytes, q_tile.tiles.keys - key, exists);
-  }
-};
-
-// The products of a warp for the scores and their tangents. q and q_tangent are its own rows.
-template <class C>
-struct ScoreProducts {
-  using Element = typename C::Element;
-  using Arch = typename C::Arch;
-  static constexpr int kRows = C::kForward.warp_rows / 16;
-  static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
-
-  tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
-  tile::LaneOffsets<kRowBytes, tile::Lanes::chunks_first> k_lanes{ptx::lane_index()};
-
-  // s = q k^T and s_tangent = q_tangent k^T (kOfQ) + q k_tangent^T (kOfK), without the scale.
-  template <bool kOfQ, bool kOfK>
-  TILEWISE_DEVICE void add(Scores<C>& s, Scores<C>& s_tangent, ptx::SharedAddress q,
-                           ptx::SharedAddress q_tangent, const TangentStages<C>& stages) const {
-    s.fill(0.0f);
-    s_tangent.fill(0.0f);
-#pragma unroll
-    for (int step = 0; step < C::kHeadDim / tile::kStep<Element>; ++step) {
-      tile::Fragment<Element> a[kRows];
-      tile::Fragment<Element> a_tangent[kRows];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        a[m] = tile::load<Element>(q_lanes.address(q, 16 * m, step));
-        if constexpr (kOfQ)
-          a_tangent[m] = tile::load<Element>(q_lanes.address(q_tangent, 16 * m, step));
-      }
-#pragma unroll
-      for (int j = 0; j < C::kForward.keys / 16; ++j) {
-        const auto b = tile::load<Element>(k_lanes.address(stages.k, 16 * j, step));
-        multiply(s, a, b, j);
-        if constexpr (kOfQ) multiply(s_tangent, a_tangent, b, j);
-        if constexpr (kOfK)
-          multiply(s_tangent, a,
-                   tile::load<Element>(k_lanes.address(stages.k_tangent, 16 * j, step)), j);
-      }
-    }
-  }
-
- private:
-  // Adds the products with keys 16 j to 16 j + 15.
-  TILEWISE_DEVICE static void multiply(Scores<C>& s, const tile::Fragment<Element> (&a)[kRows],
-                                       const tile::Fragment<Element>& b, int j) {
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        tile::multiply_term<Arch>(s.x[m][2 * j + half], a[m], b, half, 0);
-    }
   }
 };
 
@@ -294,23 +235,6 @@ class TangentRows {
   ptx::SharedAddress at_;
 };
 
-// Sets the weights and tangents of pairs outside of the band to 0, even if they are NaN.
-template <class C>
-TILEWISE_DEVICE void hide(Scores<C>& weight, Scores<C>& s_tangent, const QueryTile& q_tile,
-                          int32_t tile) {
-  mask<C>(weight, q_tile, tile);  // no weight is -inf otherwise
-#pragma unroll
-  for (int m = 0; m < C::kForward.warp_rows / 16; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::kForward.keys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (weight.x[m][n][e] == kMinusInfinity) weight.x[m][n][e] = s_tangent.x[m][n][e] = 0.0f;
-      }
-    }
-  }
-}
-
 // Reads the warp's rows of out from the Q tile, and replaces them by O' - u out.
 template <class C>
 TILEWISE_DEVICE void stage_tangents(ptx::SharedAddress q, const Outputs<C>& o,
@@ -332,14 +256,6 @@ TILEWISE_DEVICE void stage_tangents(ptx::SharedAddress q, const Outputs<C>& o,
       }
     }
   }
-}
-
-// The first row of the warp in a tile of queries, in bytes. Computed where it is used, as is
-// `lane_position`.
-template <class C>
-TILEWISE_DEVICE uint32_t first_byte_of_warp() {
-  constexpr int kWarpBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
-  return static_cast<uint32_t>(opaque_thread<C>() / ptx::kWarpSize * kWarpBytes);
 }
 
 // Grid: the tiles of params.order.
@@ -369,7 +285,7 @@ void jvp(TILEWISE_PARAMETER JvpParams p) {
   const float scale = score_of(problem).scale;
   const float scale_tangent = t.scale != nullptr ? *t.scale : 0.0f;
   const TangentStages<C> stages(q + kPipelineAt<C>);
-  const ScoreProducts<C> score_products;
+  const TangentProducts<C> score_products;
   const Products<C> products;
   const auto nothing_to_load = [](int) {};
   TangentRows<C> rows(problem, saved, q + kTangentRowsAt<C>);
@@ -390,16 +306,10 @@ void jvp(TILEWISE_PARAMETER JvpParams p) {
       if (!seeks_references) stages.copy_values(p, saved, tile);
       const ptx::SharedAddress q_rows = q + first_byte_of_warp<C>();
       const ptx::SharedAddress q_tangent_rows = q_rows + kTangentQueriesAt<C>;
-      if (of_q && of_k)
-        score_products.template add<true, true>(s, s_tangent, q_rows, q_tangent_rows, stages);
-      else if (of_q)
-        score_products.template add<true, false>(s, s_tangent, q_rows, q_tangent_rows, stages);
-      else if (of_k)
-        score_products.template add<false, true>(s, s_tangent, q_rows, q_tangent_rows, stages);
-      else
-        score_products.template add<false, false>(s, s_tangent, q_rows, q_tangent_rows, stages);
+      score_products.compute(s, s_tangent, {q_rows, q_tangent_rows, of_q},
+                             {stages.k, stages.k_tangent, of_k});
       rows.weigh(s, s_tangent, scale, scale_tangent);
-      if (saved.tiles.masked(tile)) hide<C>(s, s_tangent, saved, tile);
+      if (saved.tiles.masked(tile)) hide<C>(saved, tile, s, s_tangent);
       if (seeks_references)
         rows.add_to_references(s, s_tangent);
       else if (of_scores)

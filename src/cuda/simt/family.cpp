@@ -85,21 +85,11 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
   backward.finish();
 }
 
-// The kernels of a backward with those of the second derivatives in their places.
 void launch_second(const Request& request, const Plan& plan, void* workspace) {
   const Regions regions = backward_workspace(request, plan);
   const BackwardLaunch second(request, plan, regions, workspace);
-  const SecondParams params{second.params, request.tangents,
-                            regions.row_second_delta.in<float>(workspace)};
-  const FormKernels& kernels = second.kernels();
-  const Problem& p = second.problem;
-  const int64_t row_tiles = row_blocks(request.problem, plan);
-  cuda::launch(kernels.second_prepare, row_tiles, p.stream, params);
-  if (second.keys()) cuda::launch(kernels.second, plan.blocks, p.stream, params);
-  if (second.rows()) cuda::launch(kernels.second_finish, row_tiles, p.stream, params);
-  const int64_t dbias_blocks = common::dbias_blocks(p, request.gradients);
-  if (dbias_blocks > 0) cuda::launch(kernels.second_dbias, dbias_blocks, p.stream, params);
-  second.scalar_gradients();
+  second.launch_second(
+      {second.params, request.tangents, regions.row_second_delta.in<float>(workspace)});
 }
 
 }  // namespace

@@ -21,6 +21,10 @@
 // second_rows     grid heads_q * padded row tiles; writes dq and dscale_partials
 // second_dbias    grid dbias_blocks(p, g); writes dbias
 //
+// With key_flags or row_flags the kernels of keys and rows compute only the tiles that another
+// kernel family has flagged, with the row_delta and row_second_delta of that family; the grid may
+// then have any size.
+//
 // A thread has one accumulator, so each sum computes its weights anew. Products of absent tensors
 // are left out. The weights go through shared memory one element at a time: there is one copy of
 // the code for every option, and it is short beside the products.
@@ -349,28 +353,41 @@ void second_prepare(TILEWISE_PARAMETER SecondParams params) {
   }
 }
 
-// Grid: the key tiles of params.order.
 template <class C>
-TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
-void second_keys(TILEWISE_PARAMETER SecondParams params) {
-  ptx::griddepcontrol_wait();
-  if (!load_key_tile(params, static_cast<int32_t>(ptx::block_index()))) return;
+TILEWISE_DEVICE void second_key_tile(const SecondParams& params, int32_t tile) {
+  if (!load_key_tile(params, tile)) return;
   Second<C, true> second(params);
   for (int32_t key = 0; key < params.key_tile; key += kTile) second.run_keys(key);
 }
 
-// Grid: heads_q * rows.count / rows.tile.
+// Grid: the key tiles of params.order; any size with key_flags.
 template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
-void second_rows(TILEWISE_PARAMETER SecondParams params) {
+void second_keys(TILEWISE_PARAMETER SecondParams params) {
   ptx::griddepcontrol_wait();
-  const auto tile = static_cast<int32_t>(ptx::block_index());
+  for (int32_t tile = first_tile(params.key_flags); tile != kNoTile;
+       tile = next_tile(params.key_flags))
+    second_key_tile<C>(params, tile);
+}
+
+template <class C>
+TILEWISE_DEVICE void second_row_tile(const SecondParams& params, int32_t tile) {
   const HeadRows head_rows = HeadRows::of(params, tile);
   Second<C, false> second(params);
   float dscale = 0.0f;
   for (int64_t row = head_rows.rows.begin; row < head_rows.rows.end; row += kTile)
     dscale += second.run_rows(head_rows.head, {row, min(row + kTile, head_rows.rows.end)});
   if (params.dscale_partials != nullptr) second.write_dscale(tile, dscale);
+}
+
+// Grid: heads_q * rows.count / rows.tile; any size with row_flags.
+template <class C>
+TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
+void second_rows(TILEWISE_PARAMETER SecondParams params) {
+  ptx::griddepcontrol_wait();
+  for (int32_t tile = first_tile(params.row_flags); tile != kNoTile;
+       tile = next_tile(params.row_flags))
+    second_row_tile<C>(params, tile);
 }
 
 // Grid: dbias_blocks(p, g).

@@ -142,7 +142,7 @@ class Moved:
         gradients = b.gradients()
         if "out" not in self.incoming:
             gradients.dout = capi.tensor(None)
-        capi.second(b.attention, self.t, gradients)
+        self.second_kernel = capi.second(b.attention, self.t, gradients).kernel.decode()
         for name, g in b.grads.items():
             assert g.stray_writes() == 0, f"second wrote outside d{name}"
         return {n: flat(g.view) if n in "qkv" else float64(g.view) for n, g in b.grads.items()}
@@ -222,15 +222,19 @@ def test_random_tangents_without_options(dtype, device):
     @given(
         case=differentiable(dtype, small=device.name == "emulator"),
         moving=st.frozensets(st.sampled_from(["q", "k", "v", "sinks", "scale"]), min_size=1),
+        incoming=st.frozensets(st.sampled_from(INCOMING), min_size=1),
         dims=st.tuples(aligned, aligned),
     )
-    def body(case: Case, moving: frozenset[str], dims: tuple[int, int]) -> None:
+    def body(
+        case: Case, moving: frozenset[str], incoming: frozenset[str], dims: tuple[int, int]
+    ) -> None:
         plain = replace(
             case, softcap=0.0, alibi="", bias=None, bias_hides=False, dropout_p=0.0,
             mask_ranges=None, mask_blocks=None, float32_out=False, pad=case.pad // 8 * 8,
             head_dim=dims[0], head_dim_v=min(dims) if case.latent else dims[1],
+            wanted=case.wanted - {"scale"},
         )  # fmt: skip
-        check(plain, moving, frozenset(["out"]))
+        check(plain, moving, incoming)
 
     (body if THOROUGH else seed(0)(body))()
 
@@ -238,21 +242,28 @@ def test_random_tangents_without_options(dtype, device):
 @pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("table", ["", "80", "90"])
 def test_tensor_cores_compute_tangents_in_16_bits(table, monkeypatch):
-    """On the GPUs that have these tables; and simt what has an option that they lack."""
+    """On the GPUs that have these tables; and simt what has an option that they lack, or that asks
+    for a gradient that they lack."""
     if table:
         monkeypatch.setenv("TILEWISE_FORCE_ARCH", table)
-    plain = Case("bf16", rows=(9,), keys=(20,), head_dim=64, head_dim_v=32, window=(5, 0))
-    reads = "cuda.mma_sync.jvp.bf16"
-    for case, kernel in (
-        (plain, reads),
-        (replace(plain, head_dim=128, group=2, sinks=True, scale_ptr=True), reads),
-        (replace(plain, softcap=2.0), "cuda.simt.jvp.bf16"),
-        (replace(plain, dtype="fp32"), "cuda.simt.jvp.f32"),
-    ):
+    plain = Case("bf16", rows=(9,), keys=(20,), head_dim=64, head_dim_v=32, window=(5, 0),
+                 wanted=frozenset(GRADIENTS) - {"scale"})  # fmt: skip
+    for case, jvp, second in (
+        (plain, "cuda.mma_sync.jvp.bf16", "cuda.mma_sync.second.bf16"),
+        (replace(plain, head_dim=128, group=2, sinks=True, scale_ptr=True),
+         "cuda.mma_sync.jvp.bf16", "cuda.mma_sync.second.bf16"),
+        (replace(plain, wanted=plain.wanted | {"scale"}), "cuda.mma_sync.jvp.bf16",
+         "cuda.simt.second.bf16"),
+        (replace(plain, softcap=2.0), "cuda.simt.jvp.bf16", "cuda.simt.second.bf16"),
+        (replace(plain, dtype="fp32"), "cuda.simt.jvp.f32", "cuda.simt.second.f32"),
+    ):  # fmt: skip
         b = Built(case)
         b.attention.stream = b.device.stream
         capi.forward(b.attention)
-        assert capi.jvp(b.attention, Moved(b, frozenset("qkv")).t).kernel.decode() == kernel
+        moved = Moved(b, frozenset("qkv"))
+        assert capi.jvp(b.attention, moved.t).kernel.decode() == jvp
+        moved.second()
+        assert moved.second_kernel == second
 
 
 @pytest.mark.abi("cuda", "emulator")

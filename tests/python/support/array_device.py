@@ -46,6 +46,8 @@ class DeviceLibrary:
     def __init__(self, library: Any, device: devices.Device) -> None:
         self.library, self.device = library, device
         self.recorded: list[np.ndarray] = []
+        self.wants_dscale = True  # the NumPy functions always ask for the gradient of the scale
+        self.second_kernel = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.library, name)
@@ -66,7 +68,9 @@ class DeviceLibrary:
         attention = structs[0]
         attention.device, attention.device_index = self.device.code, self.device.index
         attention.stream = self.device.stream
-        size = self._workspace_bytes(name, structs)
+        if name == "second" and not self.wants_dscale:
+            structs[2].dscale = None
+        size = self._plan(name, structs)
         workspace = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.device.memory)
         start = workspace.data_ptr() + -workspace.data_ptr() % ALIGNMENT
         function = getattr(self.library, f"tilewise_{name}")
@@ -75,11 +79,13 @@ class DeviceLibrary:
             array.copy_back()
         return status
 
-    def _workspace_bytes(self, name: str, structs: list[Any]) -> int:
+    def _plan(self, name: str, structs: list[Any]) -> int:
+        """The workspace of a pass; keeps the name of the kernel of second."""
         gradients = structs[2] if name == "second" else None
-        return _numpy_tangents._describe.plan(
-            self.library, structs[0], gradients, structs[1]
-        ).workspace_bytes
+        info = _numpy_tangents._describe.plan(self.library, structs[0], gradients, structs[1])
+        if name == "second":
+            self.second_kernel = info.kernel.decode()
+        return info.workspace_bytes
 
     def _moved(self, struct: Any, arrays: list[DeviceArray]) -> Any:
         """A copy of a struct whose pointers lead to the device."""
@@ -96,7 +102,7 @@ class DeviceLibrary:
 
 
 @contextlib.contextmanager
-def tangents_on(device: devices.Device) -> Iterator[None]:
+def tangents_on(device: devices.Device) -> Iterator[DeviceLibrary]:
     """In the body, the functions of ``_numpy_tangents`` compute on the device."""
     library = DeviceLibrary(_numpy_tangents.c_library(), device)
     view = _numpy.view
@@ -109,4 +115,4 @@ def tangents_on(device: devices.Device) -> Iterator[None]:
         mock.patch.object(_numpy, "view", recording_view),
         mock.patch.object(_numpy_tangents, "c_library", lambda: library),
     ):
-        yield
+        yield library
