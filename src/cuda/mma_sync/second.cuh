@@ -274,7 +274,7 @@ TILEWISE_DEVICE void compute_second(const SecondParams& p) {
     values.add(products, factors.weight, factors.moved, walked.of_values(p));
   }
 
-  wait_for_all<C>();  // without a walk, the copies of the owned operands may still be on their way
+  wait_for_all<C>();  // without a walk, the copies of the owned operands may be in flight
   if (flags.data != nullptr && !(sums_are_finite<C>(saved, sums) && values.are_finite(saved)))
       [[unlikely]]
     flags.data[Owner::tile_index(p)] = 1;  // barriers order it after the 0 of the start
