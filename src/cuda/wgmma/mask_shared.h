@@ -5,6 +5,9 @@
 // visible, another whether all of its pairs are. For each visible tile that is not full they write
 // a bit per row and key. In the backward, whose work tile is a tile of keys that walks row tiles,
 // rows and keys change places here.
+//
+// Every lane arrives for what it has read or stored itself: racecheck does not see that a barrier of
+// the warp orders it before the arrival of another lane.
 #pragma once
 
 #include "attention/mask.h"
@@ -77,11 +80,11 @@ struct MaskShared {
   TILEWISE_DEVICE void init_barriers() const {
     for (int i = 0; i < kWindowStages; ++i) {
       window_full(i).init(1);
-      window_empty(i).init(kLayout.consumer_warps + kLayout.other_warps);
+      window_empty(i).init((kLayout.consumer_warps + kLayout.other_warps) * ptx::kWarpSize);
     }
     for (int i = 0; i < kBitsStages; ++i) {
       bits_full(i).init(kLayout.mask_warps * ptx::kWarpSize);
-      bits_empty(i).init(kLayout.consumer_warps);
+      bits_empty(i).init(kLayout.consumer_warps * ptx::kWarpSize);
     }
   }
 
@@ -128,8 +131,7 @@ class VisibleTiles {
     place_.read(window);
     visible_ = static_cast<uint32_t>(uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 4))));
     full_ = static_cast<uint32_t>(uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 8))));
-    ptx::sync_warp();
-    if (ptx::lane_index() == 0) shared_.window_empty(stage).arrive();
+    shared_.window_empty(stage).arrive();
     state_.next();
   }
 
@@ -166,8 +168,7 @@ class HiddenScores {
         }
       }
     }
-    ptx::sync_warp();
-    if (ptx::lane_index() == 0) shared_.bits_empty(stage).arrive();
+    shared_.bits_empty(stage).arrive();
     state_.next();
   }
 
@@ -210,8 +211,6 @@ class MaskWriter {
     shared_.bits_empty(stage).wait(bits_state_.phase() ^ 1);
     return stage;
   }
-  // Every lane arrives for the bits that it has stored: racecheck does not see that a barrier of
-  // the warp orders them before the arrival of another lane.
   TILEWISE_DEVICE void end_bits() {
     shared_.bits_full(bits_state_.stage()).arrive();
     bits_state_.next();
