@@ -51,7 +51,7 @@ $(VENV)/.ready: tools/setup.sh
 # mypy follows imports into these packages and torch.
 $(VENV)/.ready-lint: tools/requirements-lint.txt tools/constraints.txt | $(VENV)/.ready
 	@$(python) -m pip install --quiet --ignore-installed -r $<
-	@$(python) -m pip install --quiet -c tools/constraints.txt numpy pytest rich
+	@$(python) -m pip install --quiet -c tools/constraints.txt ml_dtypes numpy pytest rich
 	@touch $@
 
 # The package and all imports of the demo and the tests, installed by an ordinary `pip install`.

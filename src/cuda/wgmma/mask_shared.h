@@ -6,8 +6,8 @@
 // a bit per row and key. In the backward, whose work tile is a tile of keys that walks row tiles,
 // rows and keys change places here.
 //
-// Every lane arrives for what it has read or stored itself: racecheck does not see that a barrier of
-// the warp orders it before the arrival of another lane.
+// Every lane arrives for what it has read or stored itself: racecheck does not see that a barrier
+// of the warp orders it before the arrival of another lane.
 #pragma once
 
 #include "attention/mask.h"
