@@ -2,7 +2,8 @@
 
 The script measures each option at D128, 4096 rows, causal, bf16, as a fraction of the speed without
 it; then windows, variable lengths, long contexts and head dimensions without a tile of their own.
-Peers are PyTorch's operators, where they support the problem, and for windows and variable lengths
+Peers are PyTorch's operators, where they support the problem (above D256 whatever its
+scaled_dot_product_attention chooses), and for windows and variable lengths
 FA-3, where it is installed. The timing is that of bench_gpu.py.
 
   python bench/bench_options.py
@@ -82,13 +83,32 @@ def dense(
     v = draw(device, batch, rows, kv_heads, dim_v).requires_grad_()
     dout = draw(device, batch, rows, heads, dim_v)
     flop = flop_share * 2.0 * batch * heads * rows * rows * (dim + dim_v)
-    peers = {"cuDNN": cudnn(q, k, v, dout)} if peer and device == "cuda" else {}
+    peers = {}
+    if peer and device == "cuda":
+        peers = {"SDPA": sdpa(q, k, v, dout)} if dim > 256 else {"cuDNN": cudnn(q, k, v, dout)}
     if "window" in options and device == "cuda" and fa3_installed():
         peers |= fa3("flash_attn_func", (q, k, v), dout, window_size=options["window"])
     return Problem(
         name, (q, k, v), dout, flop,
         lambda *x: tilewise.attention(*x, causal=True, **options), peers,
     )  # fmt: skip
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Any, Any]:
+    """Forward and backward of PyTorch's causal attention, by the backend that it chooses."""
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    saved: list[Tensor] = []
+
+    def attend(*x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+
+    def backward() -> Any:
+        if not saved:
+            saved.append(attend(*leaves))
+        return torch.autograd.grad(saved[0], leaves, dout.transpose(1, 2), retain_graph=True)
+
+    plain = [x.detach() for x in leaves]
+    return lambda: attend(*plain), backward
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Any, Any]:
@@ -201,6 +221,9 @@ def others(device: str, scale: int) -> Iterator[Problem]:
         for length in (1024, 4096):
             yield dense(f"D{dim}/{dim_v} S{length}", device, 16384 // length, length // scale, 16,
                         16, dim, dim_v, peer=True)  # fmt: skip
+    for dim in (320, 512):
+        yield dense(f"D{dim} S4096 16 heads over 4", device, 1, 4096 // scale, 16, 4, dim,
+                    peer=True)  # fmt: skip
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -275,7 +298,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     scale = 1 if given.device == "cuda" else 64
     clock = gpu_timing.Clock(given.device)
     rows = []
-    with Progress(2 * 23, "problems") as bar:
+    with Progress(2 * 25, "problems") as bar:
         for of_options, problems in ((True, options), (False, others)):
             plain: Problem | None = None
             for problem in problems(given.device, scale):
