@@ -51,7 +51,7 @@ typedef struct tilewise_kernel_info {
   uint32_t struct_size;
   int32_t device;       /* tilewise_device */
   int32_t dtype;        /* tilewise_dtype */
-  int32_t max_head_dim; /* inclusive */
+  int32_t max_head_dim; /* inclusive, of the forward; other passes may take fewer columns */
   int32_t forward;      /* 1: has a forward */
   int32_t backward;
   int32_t available; /* 1: can run on this machine */

@@ -39,16 +39,21 @@ struct FamilyFacts {
   PassSet passes;
   DtypeSet tangent_dtypes = kFloatDtypes;  // those of `dtypes` for Pass::jvp and Pass::second
   int32_t max_head_dim;                    // of q and k, and of v
+  int32_t max_wide_head_dim = 0;           // if larger: of forwards with q of 16 bits
 
   constexpr bool has(Pass pass, int32_t dtype) const {
     const bool has_tangents = pass == Pass::jvp || pass == Pass::second;
     return dtypes.contains(dtype) && passes.contains(pass) &&
            (!has_tangents || tangent_dtypes.contains(dtype));
   }
+  constexpr int32_t max_head_dim_of(Pass pass, int32_t dtype) const {
+    const bool wide = pass == Pass::forward && kHalfDtypes.contains(dtype);
+    return wide ? max(max_head_dim, max_wide_head_dim) : max_head_dim;
+  }
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;
-    return has(request.pass, request.dtypes.q) && p.head_dim <= max_head_dim &&
-           p.head_dim_v <= max_head_dim;
+    return has(request.pass, request.dtypes.q) &&
+           max(p.head_dim, p.head_dim_v) <= max_head_dim_of(request.pass, request.dtypes.q);
   }
 };
 

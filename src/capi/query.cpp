@@ -56,7 +56,7 @@ tilewise_kernel_info describe(const Row& row) {
   tilewise_kernel_info info{};
   info.device = row.device;
   info.dtype = row.dtype;
-  info.max_head_dim = facts.max_head_dim;
+  info.max_head_dim = facts.max_head_dim_of(Pass::forward, row.dtype);
   info.forward = facts.has(Pass::forward, row.dtype) ? 1 : 0;
   info.backward = facts.has(Pass::backward, row.dtype) ? 1 : 0;
   info.jvp = facts.has(Pass::jvp, row.dtype) ? 1 : 0;

@@ -59,8 +59,8 @@ std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request
   if (sm < faster->sm.first) return name + "it needs " + facts.requires_;
   if (!facts.passes.contains(request.pass)) return name + "it has no " + pass_name(request.pass);
   const int64_t head_dim = max(p.head_dim, p.head_dim_v);
-  if (head_dim > facts.max_head_dim)
-    return name + "its largest head_dim is " + std::to_string(facts.max_head_dim);
+  const int32_t largest = facts.max_head_dim_of(request.pass, request.dtypes.q);
+  if (head_dim > largest) return name + "its largest head_dim is " + std::to_string(largest);
   const WhyNot why = faster->why_not(request, device.gpu);
   if (why && !why.would_be_faster) return std::string(facts.name) + " " + why.text + why.detail;
   if (why) return name + why.text + why.detail;
@@ -175,7 +175,9 @@ std::string refuse_cuda(const Request& request, const Device& device) {
            "PyTorch's scaled_dot_product_attention has the derivatives of every pass";
   }
   int32_t largest = 0;
-  for (const cuda::FamilyRow* row : rows) largest = max(largest, row->facts.max_head_dim);
+  for (const cuda::FamilyRow* row : rows) {
+    largest = max(largest, row->facts.max_head_dim_of(request.pass, request.dtypes.q));
+  }
   if (max(request.problem.head_dim, request.problem.head_dim_v) > largest) {
     return "device is CUDA" + sm + ": no CUDA family has a kernel for a " + request_text(request) +
            " and head_dim_v " + std::to_string(request.problem.head_dim_v) +

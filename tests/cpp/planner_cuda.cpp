@@ -39,7 +39,13 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {90, TILEWISE_FLOAT16, 42, "cuda.mma_sync", "cuda.mma_sync", 90},
       {90, TILEWISE_BFLOAT16, 256, "cuda.wgmma", "cuda.wgmma", 901},
       {90, TILEWISE_FLOAT32, 64, "cuda.mma_sync", "cuda.mma_sync", 90},
-      {90, TILEWISE_FLOAT16, 512, "cuda.simt", "cuda.simt", 0},
+      {75, TILEWISE_FLOAT16, 320, "cuda.simt", "cuda.simt", 0},
+      {80, TILEWISE_BFLOAT16, 257, "cuda.mma_sync", "cuda.simt", 80},
+      {86, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 86},
+      {90, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 90},
+      {90, TILEWISE_FLOAT32, 512, "cuda.simt", "cuda.simt", 0},
+      {100, TILEWISE_BFLOAT16, 320, "cuda.mma_sync", "cuda.simt", 90},
+      {120, TILEWISE_BFLOAT16, 512, "cuda.mma_sync", "cuda.simt", 120},
       {100, TILEWISE_BFLOAT16, 192, "cuda.mma_sync", "cuda.mma_sync", 90},
       {103, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
       {110, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
@@ -89,7 +95,13 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
             "bf16 on sm_75, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but the "
             "tensor cores of sm_75 compute no bf16");
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
-            "f16 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
+            "f16 on sm_90, tile 64x64 for head_dim 384 of table sm_90, plain form: cuda.wgmma "
+            "would be faster, but its largest head_dim is 256");
+  EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
+            "f16 on sm_75, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
+            "kernels for sm_75 take head dimensions up to 256");
+  EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT32, 16, 2048, 2048, 8, 320)),
+            "f32 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
             "largest head_dim is 256");
   EXPECT_EQ(why(gpu_with(60), problem(TILEWISE_FLOAT32)),
             "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "

@@ -67,10 +67,10 @@ class Shape:
 def shapes() -> Iterator[Shape]:
     """Problems for every tile and form."""
     for dtype in DTYPES:
-        for dim in (64, 96, 128, 192, 256, 512):
+        for dim in (64, 96, 128, 192, 256, 320, 512):
             plain = Shape(f"{dtype}-d{dim}", dtype, dim, sinks=True)
-            if dim == 512:
-                plain = replace(plain, rows=(40,), keys=(50,), group=1)
+            if dim > 256:
+                plain = replace(plain, rows=(40,), keys=(100,), group=1)
             general = replace(plain, name=f"{plain.name}-general", general=True, sinks=False)
             yield plain
             yield replace(plain, name=f"{plain.name}-deterministic", deterministic=True)
@@ -91,7 +91,7 @@ def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
     """Decoding and paged kernels of every head-dim tile: contiguous keys and whole pages use TMA
     where the GPU has it, pages of 3 keys never do.
     """
-    for dim in (64, 96, 128, 192, 256):
+    for dim in (64, 96, 128, 192, 256, 320, 512):
         few = Shape(f"{dtype}-few-d{dim}", dtype, dim, rows=(1, 1), keys=(300, 300), group=8,
                     backward=False)  # fmt: skip
         yield few

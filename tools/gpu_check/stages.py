@@ -122,7 +122,8 @@ def tile_names(architecture: str) -> list[str]:
     instance before the others do.
     """
     dtypes = ("fp16",) if architecture == "75" else DTYPES
-    dims = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}
+    wide = () if architecture == "75" else (320, 512)
+    dims = {2: (64, 96, 128, 192, 256, *wide), 4: (64, 128, 256)}
     names = [f"{t}-d{d}" for t in dtypes for d in dims[2 if t in ("fp16", "bf16") else 4]]
     return names + [f"fp16-f8-d{d}" for d in dims[4]]
 

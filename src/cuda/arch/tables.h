@@ -12,6 +12,11 @@ namespace tilewise::cuda::arch {
 inline constexpr ForwardTile kNoForward{};
 inline constexpr BackwardTile kNoBackward{};
 
+// The columns of out for whose sums a warp has registers. Beyond them there are forward tiles of 16
+// bits with two column warps, and no decode or backward tiles. Decoding splits the keys of the
+// forward tiles: by estimate, a CTA of 64 rows multiplies keys as fast as memory delivers them.
+inline constexpr int kMaxColumnsOfWarp = 256;
+
 // 227 KB of shared memory per CTA, TMA, vector reductions.
 struct Sm90 {
   static constexpr int kTable = 90;
@@ -22,6 +27,20 @@ struct Sm90 {
   static constexpr bool kConvertsFloat8 = true;   // cvt.rn.f16x2.e4m3x2
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
+    if (head_dim > 384)
+      return {.warps = 8,
+              .warp_rows = 16,
+              .keys = 64,
+              .stages = 2,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
+    if (head_dim > kMaxColumnsOfWarp)
+      return {.warps = 8,
+              .warp_rows = 16,
+              .keys = 64,
+              .stages = 3,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
     if (element_bytes == 1) {
       if (head_dim <= 128)
         return {.warps = 4, .warp_rows = 32, .keys = 64, .stages = 4, .blocks_per_sm = 2};
@@ -50,6 +69,7 @@ struct Sm90 {
   // Tiles of one warp and 16 rows: decoding takes as long as reading the keys and values, and four
   // independent warps per SM keep about 100 KB of them in flight.
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoForward;
     if (element_bytes == 1) {
       // The same tile for D64 and D128: a row of a TMA box takes 128 bytes of shared memory even if
       // the row of the tensor has only 64. With pages of 16 keys this tile is up to 1.12 times as
@@ -67,6 +87,7 @@ struct Sm90 {
   }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2) {
       if (head_dim <= 64)
@@ -123,6 +144,20 @@ struct Sm80 {
   static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
+    if (head_dim > 384)
+      return {.warps = 8,
+              .warp_rows = 16,
+              .keys = 32,
+              .stages = 2,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
+    if (head_dim > kMaxColumnsOfWarp)
+      return {.warps = 8,
+              .warp_rows = 16,
+              .keys = 32,
+              .stages = 3,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
     if (element_bytes == 1) return Sm90::forward(1, head_dim, false);
     if (element_bytes == 2 && head_dim <= 64)
       return {.warps = 4, .warp_rows = 32, .keys = 80, .stages = 3, .blocks_per_sm = 2};
@@ -139,6 +174,7 @@ struct Sm80 {
     return Sm90::forward(element_bytes, head_dim, tf32);
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoForward;
     if (element_bytes == 1) {
       if (head_dim <= 64)
         return {.warps = 1, .warp_rows = 16, .keys = 128, .stages = 4, .blocks_per_sm = 4};
@@ -154,6 +190,7 @@ struct Sm80 {
     return {.warps = 1, .warp_rows = 16, .keys = 16, .stages = 4, .blocks_per_sm = 4};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2 && head_dim > 128)
       return {.key_warps = 2,
@@ -203,6 +240,20 @@ struct Sm86 {
   static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
+    if (head_dim > 384)
+      return {.warps = 4,
+              .warp_rows = 16,
+              .keys = 16,
+              .stages = 3,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
+    if (head_dim > kMaxColumnsOfWarp)
+      return {.warps = 4,
+              .warp_rows = 16,
+              .keys = 32,
+              .stages = 2,
+              .blocks_per_sm = 1,
+              .column_warps = 2};
     if (element_bytes == 1) {
       if (head_dim <= 128)
         return {.warps = 4, .warp_rows = 32, .keys = 64, .stages = 2, .blocks_per_sm = 2};
@@ -222,6 +273,7 @@ struct Sm86 {
     return {.warps = 2, .warp_rows = 16, .keys = 16, .stages = 3, .blocks_per_sm = 1};
   }
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoForward;
     if (element_bytes == 1) {
       if (head_dim <= 64)
         return {.warps = 1, .warp_rows = 16, .keys = 128, .stages = 3, .blocks_per_sm = 3};
@@ -237,6 +289,7 @@ struct Sm86 {
     return {.warps = 1, .warp_rows = 16, .keys = 16, .stages = 3, .blocks_per_sm = 2};
   }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2) {
       if (head_dim <= 64)
@@ -320,6 +373,7 @@ struct Sm75 {
   static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoForward;
     if (element_bytes == 1 && head_dim > 128)
       return {.warps = 4, .warp_rows = 16, .keys = 32, .stages = 2, .blocks_per_sm = 1};
     if (element_bytes > 2) return kNoForward;
@@ -332,6 +386,7 @@ struct Sm75 {
   // There is no decode tile: without asynchronous copies a single warp would wait for each load.
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
+    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes != 2) return kNoBackward;
     // Eight warps, for the reasons given in Sm86.
     if (head_dim <= 64)

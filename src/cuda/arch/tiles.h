@@ -8,15 +8,18 @@ namespace tilewise::cuda::arch {
 
 // Forward (mma_sync): `warps` warps of `warp_rows` query rows each. Keys and values pass through
 // one pipeline of `stages` tiles of `keys` rows. With `stages` 0 (fp32) K and V each have one tile
-// to load into, and two tiles for the tf32 pairs into which the CTA then splits them.
+// to load into, and two tiles for the tf32 pairs into which the CTA then splits them. Where out has
+// more columns than the registers of a warp hold, `column_warps` neighbouring warps have the same
+// rows and divide the columns.
 struct ForwardTile {
   int warps;
   int warp_rows;  // 16 or 32
   int keys;
   int stages;
   int blocks_per_sm;
+  int column_warps = 1;
 
-  constexpr int rows() const { return warps * warp_rows; }
+  constexpr int rows() const { return warps / column_warps * warp_rows; }
   constexpr int threads() const { return warps * 32; }
 };
 

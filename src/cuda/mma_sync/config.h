@@ -33,6 +33,9 @@ struct Config {
           ? Arch::decode(KvElement::kBytes, kHeadDim)
           : Arch::forward(KvElement::kBytes, kHeadDim, std::is_same_v<Element, Tf32>);
   static constexpr bool kDecodes = kPhase_ == Phase::decode;
+  // Warps that divide the columns of the same rows (forward_column_warps.h), and their columns.
+  static constexpr int kColumnWarps = kForward.column_warps;
+  static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
   // Warps that split the keys of a tile (forward_warp_split.h).
   static constexpr int kWarpSplits = kWarpSplits_;
   // Each warp has a pipeline of its own, whose stages have mbarriers (forward_warp_pipeline.h).

@@ -43,6 +43,16 @@ WhyNot why_no_tangents(const Request& request, const Gpu& gpu) {
   return {};
 }
 
+// Why not head dimensions whose columns two warps divide (forward_column_warps.h).
+WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
+  if (max(request.problem.head_dim, request.problem.head_dim_v) <= kHalfHeadDims.back()) return {};
+  if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3)
+    return {.text = "its kernels for keys of float8 take head dimensions up to 256"};
+  if (table(gpu) == arch::Sm75::kTable)
+    return {.text = "its kernels for sm_75 take head dimensions up to 256"};
+  return {};
+}
+
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (request.is(Pass::jvp) || request.is(Pass::second)) return why_no_tangents(request, gpu);
   if (const WhyNot why = why_no_max_logits(request)) return why;
@@ -51,7 +61,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
     return {.text = "it reads a mask only with keys of 16 or 8 bits"};
   if (table(gpu) == arch::Sm75::kTable && kv != TILEWISE_FLOAT16 && kv != TILEWISE_FLOAT8_E4M3)
     return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(kv)};
-  return {};
+  return why_no_wide_forward(request, gpu);
 }
 
 // The kernels are compiled per element type of the keys; those for float8 serve both 16-bit types
@@ -243,7 +253,8 @@ constexpr FamilyRow kFamily = {
               .dtypes = kFloatDtypes,
               .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
               .tangent_dtypes = kHalfDtypes,
-              .max_head_dim = kHalfHeadDims.back()},
+              .max_head_dim = kHalfHeadDims.back(),
+              .max_wide_head_dim = kWideHeadDims.back()},
     .sm = {.first = 75},
     .table = table,
     .why_not = why_not,

@@ -6,7 +6,9 @@
 // Roles: no warp is specialised; each loads and computes.
 //   prefill   kForward.warps warps split the rows of the tile. All threads copy K and V with
 //             cp.async (KvPipeline; on sm_75 with plain loads).
-//   fp32      the same, but threads also split each tile into tf32 pairs (Tf32SplitPipeline).
+//   wide      from 257 columns on, two warps have the same rows and divide the columns
+//             (forward_column_warps.h).
+//   fp32      as prefill, but threads also split each tile into tf32 pairs (Tf32SplitPipeline).
 //   decode    one warp has all rows, or two split the keys (forward_warp_split.h). With TMA each
 //             warp has a pipeline of its own (WarpPipeline); otherwise decoding uses KvPipeline.
 //
@@ -25,215 +27,31 @@
 // (forward_chunk_combine.h) or by the combine kernel.
 #pragma once
 
-#include <numeric>
-#include <type_traits>
-
 #include "cuda/common/longest_first.h"
 #include "cuda/common/out.h"
 #include "cuda/common/report.h"
 #include "cuda/common/trigger_dependents.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/mma_sync/forward_chunk_combine.h"
+#include "cuda/mma_sync/forward_column_warps.h"
 #include "cuda/mma_sync/forward_exact_rows.h"
 #include "cuda/mma_sync/forward_key_tiles.h"
-#include "cuda/mma_sync/forward_kv_pipeline.h"
+#include "cuda/mma_sync/forward_products.h"
 #include "cuda/mma_sync/forward_queries.h"
 #include "cuda/mma_sync/forward_rows.h"
-#include "cuda/mma_sync/forward_softmax.h"
 #include "cuda/mma_sync/forward_store.h"
-#include "cuda/mma_sync/forward_tf32_split.h"
-#include "cuda/mma_sync/forward_warp_pipeline.h"
 #include "cuda/mma_sync/forward_warp_split.h"
 
 namespace tilewise::cuda::mma_sync {
 
 template <class C>
-auto pipeline_of() {
-  if constexpr (C::kWarpPipeline)
-    return std::type_identity<WarpPipeline<C>>{};
-  else if constexpr (C::kTf32SplitOnLoad)
-    return std::type_identity<Tf32SplitPipeline<C>>{};
-  else
-    return std::type_identity<KvPipeline<C>>{};
-}
+inline constexpr int kScorePartsAt = kPipelineAt<C> + Pipeline<C>::kBytes;
 template <class C>
-using Pipeline = typename decltype(pipeline_of<C>())::type;
-
-template <class C>
-inline constexpr int kWarpSplitBytes = kPipelineAt<C> + Pipeline<C>::kBytes;  // of shared memory
+inline constexpr int kWarpSplitBytes = kScorePartsAt<C> + kScorePartsBytes<C>;  // of shared memory
 template <class C>
 inline constexpr int kForwardSharedBytes = C::kWarpSplits * kWarpSplitBytes<C>;
 template <class C>
 inline constexpr int kForwardThreads = C::kWarpSplits * C::kForward.threads();
-
-// The two matrix products of a warp. Each calls load_ahead(part) between its instructions to issue
-// part `part` of the copies of a later tile.
-template <class C>
-struct Products {
-  using Element = typename C::Element;
-  using Arch = typename C::Arch;
-  static constexpr int kRows = C::kForward.warp_rows / 16;
-  static constexpr int kRowBytes = C::kHeadDim * Element::kBytes;
-  static constexpr int kStep = tile::kStep<Element>;
-  static constexpr int kParts = Pipeline<C>::kParts;
-  static constexpr int kKeys = C::kForward.keys;
-  static constexpr bool kOneSum = tile::kStepsInCore<Element> == 0;  // in one accumulator
-  static constexpr int kInFlight = 8;  // accumulators; products into one wait for each other
-  static constexpr int kPerLoad = C::kFloat8 ? 2 : 1;  // steps, or groups of 16 columns, per load
-
-  tile::LaneOffsets<kRowBytes, tile::Lanes::rows_first> q_lanes{ptx::lane_index()};
-  typename Pipeline<C>::KeyLanes k_lanes{ptx::lane_index()};
-  typename Pipeline<C>::ValueLanes v_lanes{ptx::lane_index()};
-
-  // s = q k^T
-  template <class LoadAhead>
-  TILEWISE_DEVICE void scores(Scores<C>& s, ptx::SharedAddress q, ptx::SharedAddress k,
-                              LoadAhead&& load_ahead) const {
-    constexpr int kSteps = C::kHeadDim / kStep;
-    constexpr int kInCore = kOneSum ? kSteps : std::gcd(kSteps, tile::kStepsInCore<Element>);
-    constexpr int kKeysAtOnce = kOneSum ? 1 : min(kKeys / 16, max(1, kInFlight / (2 * kRows)));
-    constexpr int kGroups = kOneSum ? 1 : max(1, kInFlight / (2 * kRows * kKeysAtOnce));
-    constexpr int kStepsApart = kPerLoad > 1 ? 1 : kInCore;  // of neighbouring fragments
-#pragma unroll
-    for (int group = 0; group < kSteps / kInCore; group += kGroups) {
-      const int begin = group * kInCore;
-      Scores<C> partial[kGroups];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) partial[g].fill(0.0f);
-#pragma unroll
-      for (int step = begin; step < begin + kInCore; step += kPerLoad) {
-        tile::Fragment<Element> a[kGroups * kPerLoad][kRows];
-#pragma unroll
-        for (int g = 0; g < kGroups * kPerLoad; ++g) {
-#pragma unroll
-          for (int m = 0; m < kRows; ++m)
-            a[g][m] =
-                tile::load_presplit<Element>(q_lanes.address(q, 16 * m, step + g * kStepsApart));
-        }
-#pragma unroll
-        for (int j = 0; j < kKeys / 16; j += kKeysAtOnce) {
-          tile::Fragment<Element> b[kGroups * kPerLoad][kKeysAtOnce];
-#pragma unroll
-          for (int i = 0; i < kGroups * kKeysAtOnce; ++i) {
-            load_keys(b, i,
-                      k_lanes.address(k, 16 * (j + i % kKeysAtOnce),
-                                      step / kPerLoad + i / kKeysAtOnce * kInCore));
-          }
-          // The loop over terms is outermost, since the terms of one accumulator wait for each
-          // other.
-#pragma unroll
-          for (int term = 0; term < tile::kTerms<Element>; ++term) {
-#pragma unroll
-            for (int g = 0; g < kGroups * kPerLoad; ++g) {
-#pragma unroll
-              for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-                for (int n = 0; n < 2 * kKeysAtOnce; ++n) {
-                  tile::multiply_term<Arch>(partial[g / kPerLoad].x[m][2 * j + n], a[g][m],
-                                            b[g][n / 2], n % 2, term);
-                }
-              }
-            }
-          }
-        }
-        load_ahead_between(step, kSteps, load_ahead);
-      }
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        if (group + g == 0)
-          s = partial[g];
-        else
-          s.add(partial[g], 0);
-      }
-    }
-  }
-
-  // o += p v
-  template <class LoadAhead>
-  TILEWISE_DEVICE void values(Outputs<C>& o, const Scores<C>& p, ptx::SharedAddress v,
-                              LoadAhead&& load_ahead) const {
-    constexpr int kSteps = kKeys / kStep;
-    constexpr int kInCore = kOneSum ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
-    constexpr int kColumns = C::kHeadDim / 16;
-    // Registers of o and p. `kFits` adds accumulators and operands of the columns in flight.
-    constexpr int kLiveRegisters = kRows * C::kHeadDim / 2 + kInCore * kRows * 8;
-    constexpr int kMaxColumns = max(1, kInFlight / (2 * kRows));
-    constexpr bool kFits = kLiveRegisters + kMaxColumns * (8 * kRows + 8) <= 208;
-    constexpr int kColumnsAtOnce = kOneSum ? kPerLoad
-                                   : kFits ? kMaxColumns
-                                           : max(1, kMaxColumns / 2);
-#pragma unroll
-    for (int begin = 0; begin < kSteps; begin += kInCore) {
-      tile::Fragment<Element> a[kInCore][kRows];
-#pragma unroll
-      for (int i = 0; i < kInCore; ++i) {
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) a[i][m] = tile::operand_of<Element>(p.x[m], begin + i);
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kColumnsAtOnce) {
-        tile::Sums<kRows, 2 * kColumnsAtOnce> partial;
-        partial.fill(0.0f);
-#pragma unroll
-        for (int i = 0; i < kInCore; ++i) {
-          tile::Fragment<Element> b[kColumnsAtOnce];
-          load_values(b, v, (begin + i) * kStep, j);
-#pragma unroll
-          for (int term = 0; term < tile::kTerms<Element>; ++term) {
-#pragma unroll
-            for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-              for (int n = 0; n < 2 * kColumnsAtOnce; ++n) {
-                float (&sum)[4] = kOneSum ? o.x[m][2 * j + n] : partial.x[m][n];
-                tile::multiply_term<Arch>(sum, a[i][m], b[n / 2], n % 2, term);
-              }
-            }
-          }
-        }
-        if (!kOneSum) {
-          o.add(partial, 2 * j);
-          load_ahead_between(begin * kColumns + j * kInCore, kSteps * kColumns, load_ahead);
-        }
-      }
-      if (kOneSum) load_ahead_between(begin, kSteps, load_ahead);
-    }
-  }
-
- private:
-  // Load `i` of a step; loads are ordered by group, then by keys.
-  template <int kFragments, int kKeyGroups>
-  TILEWISE_DEVICE static void load_keys(tile::Fragment<Element> (&b)[kFragments][kKeyGroups], int i,
-                                        ptx::SharedAddress address) {
-    tile::Fragment<Element>& first = b[i / kKeyGroups][i % kKeyGroups];
-    if constexpr (C::kFloat8) {
-      tile::load_float8<C::kConverts>(first, b[1][0], address);
-    } else if constexpr (C::kTf32SplitOnLoad) {
-      first = tile::load_split(address, Pipeline<C>::kTileBytes);
-    } else {
-      first = tile::load<Element>(address);
-    }
-  }
-
-  // Loads kStep rows from `row` on; fragment c has the 16 columns from 16 * (column + c) on.
-  template <int kFragments>
-  TILEWISE_DEVICE void load_values(tile::Fragment<Element> (&b)[kFragments], ptx::SharedAddress v,
-                                   int row, int column) const {
-    if constexpr (C::kFloat8) {
-      v_lanes.load(b, v, row, column / kPerLoad);
-    } else {
-#pragma unroll
-      for (int c = 0; c < kFragments; ++c) b[c] = v_lanes.load_whole(v, row, column + c);
-    }
-  }
-
-  template <class LoadAhead>
-  TILEWISE_DEVICE static void load_ahead_between(int step, int steps, LoadAhead& load_ahead) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (step == part * steps / kParts) load_ahead(part);
-    }
-  }
-};
 
 // The flag that the CTA sets when its results are not finite. Without chunks each CTA has its own.
 // With chunks it is the flag of the chunk or, if the tile has only one chunk, the flag of the tile.
@@ -356,8 +174,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   if constexpr (C::kMasked) masked_tiles<C>().find(p, q_tile);
 
   const ptx::SharedAddress q_of_warp =
-      q +
-      row_thread<C>() / ptx::kWarpSize * (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
+      q + thread_of_rows<C>(row_thread<C>()) / ptx::kWarpSize *
+              (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
+  const uint32_t first_column = first_column_byte<C>();
   const int32_t last = uniform(q_tile.tiles.last) - warp_split;
   Pipeline<C> pipeline(p, q_tile, last, q + kPipelineAt<C>);
   pipeline.start([&] { load_queries<C>(problem, q_tile, q); });
@@ -381,7 +200,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   pipeline.wait_for_queries();
   // Trigger the dependent launch only now: its scheduling reads would compete with ours.
   common::trigger_dependents(p, PdlTrigger::after_first_loads);
-  const auto descales = prepare_queries<C>(problem, q_of_warp, signed_scale < 0.0f);
+  const auto descales = prepare_queries<C>(problem, q, signed_scale < 0.0f);
 
   const Products<C> multiply;
   RowSoftmax<C> softmax((C::kGeneral ? general.unit(problem) : scale) * kLog2e, descales);
@@ -395,9 +214,10 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       if (!full) masked_tiles<C>().find_bits(saved, tile);
     }
     pipeline.consumer_wait();
-    multiply.scores(s, q_of_warp, pipeline.keys(),
+    multiply.scores(s, q_of_warp + first_column, pipeline.keys() + first_column,
                     [&](int part) { pipeline.load_ahead(true, tile, part); });
     pipeline.consumer_release(true, tile);
+    if constexpr (C::kColumnWarps > 1) add_score_parts<C>(s, q + kScorePartsAt<C>);
 
     if constexpr (C::kGeneral) {
       descales.apply(s);
@@ -418,7 +238,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
     pipeline.consumer_wait();
     if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(first_byte), tile);
-    multiply.values(o, s, pipeline.values(),
+    multiply.values(o, s, pipeline.values() + first_column,
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
     pipeline.consumer_release(false, tile);
   };
@@ -439,7 +259,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
   if (warp_split > 0) return;
   if constexpr (C::kFloat8) tile::pair_columns(o);
-  const LanePosition position = lane_position<C>();
+  const LanePosition position = output_position<C>();
   const float weight = (dropout ? general.dropout.keep_scale : 1.0f) * value_factor;
   // The fast forms of decoding cannot afford to test for large scores (needs_recompute).
   constexpr bool kExactRows = !C::kWarpPipeline;
@@ -483,7 +303,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   } else {
     ptx::sync_warp();
     stage_outputs<C>(problem, saved.rows.count, q, position, o, result);
-    ptx::sync_warp();
+    sync_column_warps<C>();
     store_outputs<C>(problem, saved, q);
   }
   store_lse(problem, saved, position, result);

@@ -4,7 +4,7 @@
 
 #include "cuda/common/exact_row.h"
 #include "cuda/common/forward_results.h"
-#include "cuda/mma_sync/forward_softmax.h"
+#include "cuda/mma_sync/forward_column_warps.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -47,7 +47,8 @@ TILEWISE_COLD void write_exact_row(const ForwardParams& params, const QueryTile&
   }
 }
 
-// Recomputes the marked rows. Called after all rows have been stored, since it overwrites them.
+// Recomputes the marked rows among the warp's own. Called after all rows have been stored, since it
+// overwrites them.
 template <class C>
 TILEWISE_DEVICE void recompute_rows(const ForwardParams& p, const QueryTile& q_tile,
                                     const LanePosition& position,
@@ -64,9 +65,11 @@ TILEWISE_DEVICE void recompute_rows(const ForwardParams& p, const QueryTile& q_t
   if (!ptx::any(marked != 0)) [[likely]]
     return;
   ptx::fence_device();
+  if constexpr (C::kColumnWarps > 1) sync_column_warps<C>();  // which have marked the same rows
   const int32_t first = uniform(position.row0);
+  const int32_t begin = column_warp<C>() * kOwnRows<C>;
 #pragma unroll 1
-  for (int32_t r = 0; r < C::kForward.warp_rows; ++r) {
+  for (int32_t r = begin; r < begin + kOwnRows<C>; ++r) {
     const uint32_t owner_marked = ptx::shuffle(marked, r % 8 * 4);
     if ((owner_marked >> (r / 8) & 1u) != 0) write_exact_row<C>(p, q_tile, first + r);
   }

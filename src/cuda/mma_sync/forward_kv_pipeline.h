@@ -202,8 +202,10 @@ struct NoPages {
 template <class C>
 class KvPipeline {
  public:
+  // In the paged form one warp copies a row, because its lanes exchange the places of rows.
   using Lanes =
-      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::KvElement::kBytes>;
+      tile::CopyLanes<C::kForward.threads(), C::kForward.keys, C::kHeadDim * C::KvElement::kBytes,
+                      C::kPaged ? ptx::kWarpSize : C::kForward.threads()>;
   using TileCopy = std::conditional_t<C::kPaged, PagedTileCopy<C, Lanes>, KvTileCopy<C, Lanes>>;
   using Rows = std::conditional_t<C::kPaged, PageRows<C, Lanes>, NoPages>;
   using Arch = typename C::Arch;

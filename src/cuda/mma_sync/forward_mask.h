@@ -38,14 +38,15 @@ class MaskedTiles {
 
   TILEWISE_DEVICE bool is_full(int32_t tile) const { return coverage_.is_full(tile - first_); }
 
-  // Finds the bits of a tile for the rows of a warp, one row per lane, before `hide` reads them.
+  // Finds the bits of a tile for the warp's own rows, one row per lane, before `hide` reads them.
+  // Between the two the CTA meets at a barrier, so that column warps see each other's bits.
   TILEWISE_DEVICE void find_bits(const QueryTile& q_tile, int32_t tile) {
     const int thread = opaque_thread<C>();
     const int lane = thread % ptx::kWarpSize;
     const int64_t first = int64_t{tile} * C::kForward.keys;
     ptx::sync_warp();  // the bits of an earlier tile have been read
-    if (lane < C::kForward.warp_rows) {
-      const int row = thread / ptx::kWarpSize * C::kForward.warp_rows + lane;
+    if (lane < kOwnRows<C>) {
+      const int row = thread / ptx::kWarpSize * kOwnRows<C> + lane;
       const int32_t r = min(row, q_tile.rows.count - 1);
 #pragma unroll
       for (uint32_t& word : bits_[row]) word = 0;

@@ -33,6 +33,7 @@ template <class C, class Lanes>
 class PageRows {
  public:
   static constexpr int kLanesPerRow = Lanes::kStride;
+  static_assert(kLanesPerRow <= ptx::kWarpSize);
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesPerRow));
 
   // Tile `last` is the first one to be loaded.

@@ -150,23 +150,24 @@ class Float8Queries {
   bool negate_;
 };
 
-// Prepares the rows of a warp: they change sign when the scale of the scores is negative, fp32 is
+// Prepares a warp's own rows: they change sign when the scale of the scores is negative, fp32 is
 // presplit, and with a float8 cache they are converted to F16. Returns the descales of a lane's
 // rows.
 template <class C>
-TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q_of_warp, bool negate) {
+TILEWISE_DEVICE auto prepare_queries(const Problem& p, ptx::SharedAddress q, bool negate) {
+  constexpr int kBytes = kOwnRows<C> * C::kHeadDim * C::Element::kBytes;
+  const ptx::SharedAddress own_rows = q + row_thread<C>() / ptx::kWarpSize * kBytes;
   if constexpr (C::kFloat8) {
-    return Float8Queries<C>(p, q_of_warp, negate).prepare();
+    return Float8Queries<C>(p, own_rows, negate).prepare();
   } else {
-    constexpr int kBytes = C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes;
     constexpr bool kPresplit = std::is_same_v<typename C::Element, F32>;
     if (!kPresplit && !negate) return NoDescale{};
     const uint32_t signs = !negate ? 0 : C::Element::kBytes == 2 ? 0x80008000u : 0x80000000u;
     for (int at = ptx::lane_index() * 16; at < kBytes; at += ptx::kWarpSize * 16) {
       uint32_t x[4];
-      ptx::ld_shared_v4_b32(x, q_of_warp + at);
+      ptx::ld_shared_v4_b32(x, own_rows + at);
       for (uint32_t& word : x) word = kPresplit ? tile::presplit(word ^ signs) : word ^ signs;
-      ptx::st_shared_v4_b32(q_of_warp + at, x);
+      ptx::st_shared_v4_b32(own_rows + at, x);
     }
     ptx::sync_warp();
     return NoDescale{};

@@ -24,6 +24,19 @@ TILEWISE_DEVICE int opaque_thread() {
   return static_cast<int>(ptx::opaque(static_cast<uint32_t>(row_thread<C>())));
 }
 
+// The index of a thread among those that hold different rows: column warps hold the same ones.
+template <class C>
+TILEWISE_DEVICE int thread_of_rows(int thread) {
+  if constexpr (C::kColumnWarps == 1) return thread;
+  constexpr int kThreads = C::kColumnWarps * ptx::kWarpSize;
+  return thread / kThreads * ptx::kWarpSize + thread % ptx::kWarpSize;
+}
+
+// The rows that a warp copies or prepares on its own: column warps divide theirs. Warp w has those
+// from kOwnRows * w on.
+template <class C>
+inline constexpr int kOwnRows = C::kForward.warp_rows / C::kColumnWarps;
+
 // A stage holds a tile of keys or values. Those of a WarpPipeline have rows of whole swizzle
 // panels.
 template <class C>
@@ -64,7 +77,7 @@ TILEWISE_DEVICE uint32_t pack_output(const Problem& p, float low, float high) {
 template <class C>
 class PackedRows {
  public:
-  static constexpr int kRows = C::kForward.warp_rows;
+  static constexpr int kRows = kOwnRows<C>;
   static_assert(kRows <= ptx::kWarpSize);
   using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
   static constexpr int kPassesInFlight = C::kWarpPipeline ? 4 : 1;

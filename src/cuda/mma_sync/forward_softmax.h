@@ -17,13 +17,13 @@ namespace tilewise::cuda::mma_sync {
 // occupy registers throughout the loop.
 template <class C>
 TILEWISE_DEVICE LanePosition lane_position() {
-  return LanePosition::of(opaque_thread<C>(), C::kForward.warp_rows);
+  return LanePosition::of(thread_of_rows<C>(opaque_thread<C>()), C::kForward.warp_rows);
 }
 
 template <class C>
 using Scores = tile::Sums<C::kForward.warp_rows / 16, C::kForward.keys / 8>;
 template <class C>
-using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kHeadDim / 8>;
+using Outputs = tile::Sums<C::kForward.warp_rows / 16, C::kWarpColumns / 8>;
 
 // Scores outside of the band become -inf. The limits of a row are relative to the lane's first key.
 template <class C>
@@ -121,7 +121,7 @@ struct RowSoftmax {
         m[i][h] = raised;
         l[i][h] *= factor;
 #pragma unroll
-        for (int n = 0; n < C::kHeadDim / 8; ++n) {
+        for (int n = 0; n < C::kWarpColumns / 8; ++n) {
           o.x[i][n][2 * h] *= factor;
           o.x[i][n][2 * h + 1] *= factor;
         }

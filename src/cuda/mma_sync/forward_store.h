@@ -48,7 +48,7 @@ TILEWISE_DEVICE void stage_outputs(const Problem& p, int32_t rows, ptx::SharedAd
     for (int h = 0; h < 2; ++h) {
       if (C::kWarpPipeline && 8 * h >= rows) continue;
 #pragma unroll
-      for (int n = 0; n < C::kHeadDim / 8; ++n) {
+      for (int n = 0; n < C::kWarpColumns / 8; ++n) {
         const float low = o.x[i][n][2 * h] * result.factor[i][h];
         const float high = o.x[i][n][2 * h + 1] * result.factor[i][h];
         const ptx::SharedAddress to = lane.at(i, h, n);
@@ -74,7 +74,7 @@ TILEWISE_DEVICE void store_rows(const tilewise_tensor& view, int64_t head_dim_v,
   const int thread = opaque_thread<C>();
   const Lanes lanes(thread % ptx::kWarpSize);
   const int columns = static_cast<int>(head_dim_v);
-  const int row0 = thread / ptx::kWarpSize * C::kForward.warp_rows;
+  const int row0 = thread / ptx::kWarpSize * kOwnRows<C>;
   if (!C::kGeneral && !q_tile.rows.packed()) {
     const int32_t left = q_tile.rows.count - row0 - lanes.row;
     const int64_t step = Lanes::kRowsPerPass * view.stride_row * Element::kBytes;

@@ -13,7 +13,10 @@ inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 
-// The ones of these that have a jvp, though not on sm_75.
+// F16 and BF16 with two column warps, forward alone and not on sm_75.
+inline constexpr std::array kWideHeadDims = {384, 512};
+
+// The head dimensions that have a jvp, though not on sm_75.
 inline constexpr std::array kTangentHeadDims = {64, 128};
 
 inline constexpr std::array kTables = {
@@ -40,6 +43,11 @@ constexpr void for_each_instance(Visit&& visit) {
     for (int d : kHalfHeadDims) {
       instance("F16", d);
       if (!turing) instance("BF16", d);
+    }
+    for (int d : kWideHeadDims) {
+      if (turing) continue;
+      instance("F16", d);
+      instance("BF16", d);
     }
     for (int d : kFloat8HeadDims) instance("E4M3", d);
     for (int d : kFloatHeadDims) {

@@ -304,7 +304,9 @@ SHAPES = {
 
 
 @pytest.mark.abi("cuda", "emulator")
-@pytest.mark.parametrize("head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136)])
+@pytest.mark.parametrize(
+    "head_dim", [(64, 64), (96, 40), (128, 72), (192, 192), (256, 136), (512, 320)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 32, 64, 100, 128, 192, 256])
 def test_paged_keys_equal_contiguous_keys(page_size, shape, head_dim):

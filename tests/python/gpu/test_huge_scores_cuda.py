@@ -25,6 +25,24 @@ SHAPES = {
     "pages": Case(
         rows=(3,), keys=(96,), head_dim=64, head_dim_v=64, page_size=16, wanted=frozenset()
     ),
+    "wide": Case(
+        rows=(20,),
+        keys=(140,),
+        group=2,
+        head_dim=320,
+        head_dim_v=320,
+        window=(-1, 0),
+        wanted=frozenset(),
+    ),
+    "wide splits": Case(
+        rows=(2,),
+        keys=(700,),
+        group=2,
+        head_dim=512,
+        head_dim_v=512,
+        splits=3,
+        wanted=frozenset(),
+    ),
 }
 
 
@@ -122,7 +140,7 @@ def test_masks_of_large_numbers_in_the_dtype_of_q(value, head_dim):
 
 
 @pytest.mark.parametrize("sink", [FP32_MIN, -1e10, 0.5, 1e10])
-@pytest.mark.parametrize("shape", ["prefill", "splits"])
+@pytest.mark.parametrize("shape", ["prefill", "splits", "wide", "wide splits"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sinks_beside_masks(dtype, shape, sink):
     b = make(shape, dtype, bias="", sinks=True)
@@ -132,7 +150,7 @@ def test_sinks_beside_masks(dtype, shape, sink):
 
 
 @pytest.mark.parametrize("size", [300.0, 16384.0, 2.0**33, 2.0**55])
-@pytest.mark.parametrize("shape", ["prefill", "edges"])
+@pytest.mark.parametrize("shape", ["prefill", "edges", "wide"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_large_activations(dtype, shape, size):
     b = make(shape, dtype)
@@ -140,4 +158,4 @@ def test_large_activations(dtype, shape, size):
     b.q.fill_(size)
     b.k.fill_(size)
     b.k[:, ::7] = size / 2
-    compare(b, run(b, backward=True))
+    compare(b, run(b, backward=bool(b.case.wanted)))

@@ -1,0 +1,99 @@
+// Column warps: two neighbouring warps have the same rows and divide the head dimension, because
+// one warp has no registers for rows of out with more than 256 columns.
+//
+// Each warp multiplies its columns of Q and K. The two exchange these parts of the scores through
+// shared memory, and both add them: a + b equals b + a to the last bit, so both have the same
+// scores, and each computes the mask, the softmax and the results of the rows for itself. Then it
+// sums its columns of V. With 16 rows per warp the exchange of a tile of 64 keys at head dimension
+// 512 moves 8 KB, and the operands that a warp loads 72 KB.
+//
+// What both would do to memory is divided: a warp copies and prepares its `kOwnRows`, and the first
+// one stores lse.
+#pragma once
+
+#include "cuda/mma_sync/forward_softmax.h"
+#include "cuda/ptx/warpgroup.h"
+
+namespace tilewise::cuda::mma_sync {
+
+// The index of the warp among those that have its rows.
+template <class C>
+TILEWISE_DEVICE int32_t column_warp() {
+  return C::kColumnWarps > 1 ? uniform(ptx::warp_index() % C::kColumnWarps) : 0;
+}
+
+// The first column of the warp, in bytes of a row of Q, K or V.
+template <class C>
+TILEWISE_DEVICE uint32_t first_column_byte() {
+  constexpr int kBytes = C::kWarpColumns * C::Element::kBytes;
+  static_assert(C::kColumnWarps == 1 || kBytes % 128 == 0, "the swizzle permutes 128 bytes");
+  return static_cast<uint32_t>(column_warp<C>() * kBytes);
+}
+
+// The rows and columns of out that this thread holds.
+template <class C>
+TILEWISE_DEVICE LanePosition output_position() {
+  LanePosition position = lane_position<C>();
+  position.column += column_warp<C>() * C::kWarpColumns;
+  return position;
+}
+
+// Waits for the warps that have the rows of this one.
+template <class C>
+TILEWISE_DEVICE void sync_column_warps() {
+  if constexpr (C::kColumnWarps == 1) {
+    ptx::sync_warp();
+  } else {
+    constexpr int kFirstBarrier = 2;  // 1 is that of KvPipeline::pages_fit
+    ptx::bar_sync(kFirstBarrier + uniform(ptx::warp_index()) / C::kColumnWarps,
+                  C::kColumnWarps * ptx::kWarpSize);
+  }
+}
+
+// The parts of the scores in shared memory, one per warp.
+template <class C>
+inline constexpr int kScorePartBytes =
+    C::kColumnWarps > 1 ? C::kForward.warp_rows * C::kForward.keys * 4 : 0;
+template <class C>
+inline constexpr int kScorePartsBytes = C::kForward.warps * kScorePartBytes<C>;
+
+// Adds the part of the other warp to `s`. The barrier of the CTA before the values are summed
+// separates these loads from the stores of the next tile.
+template <class C>
+TILEWISE_DEVICE void add_score_parts(Scores<C>& s, ptx::SharedAddress parts) {
+  static_assert(C::kColumnWarps == 2);
+  constexpr int kRows = C::kForward.warp_rows / 16;
+  constexpr int kColumns = C::kForward.keys / 8;
+  const int warp = ptx::warp_index();
+  const auto part_of = [&](int which) {
+    return parts + static_cast<uint32_t>(which * kScorePartBytes<C> + ptx::lane_index() * 16);
+  };
+  const auto vector_at = [](int m, int n) {
+    return static_cast<uint32_t>((m * kColumns + n) * ptx::kWarpSize * 16);
+  };
+  const ptx::SharedAddress own = part_of(warp);
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      uint32_t x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = ptx::bits_of(s.x[m][n][e]);
+      ptx::st_shared_v4_b32(own + vector_at(m, n), x);
+    }
+  }
+  sync_column_warps<C>();
+  const ptx::SharedAddress other = part_of(warp ^ 1);
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      uint32_t x[4];
+      ptx::ld_shared_v4_b32(x, other + vector_at(m, n));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s.x[m][n][e] += ptx::float_of(x[e]);
+    }
+  }
+}
+
+}  // namespace tilewise::cuda::mma_sync
