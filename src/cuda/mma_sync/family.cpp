@@ -43,6 +43,9 @@ WhyNot why_no_tangents(const Request& request, const Gpu& gpu) {
   return {};
 }
 
+// The columns of one step of an fp32 product.
+constexpr int64_t kLeastFloatColumns = 8;
+
 // Why not head dimensions whose columns two warps divide (forward_column_warps.h).
 WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
   if (max(request.problem.head_dim, request.problem.head_dim_v) <= kHalfHeadDims.back()) return {};
@@ -61,6 +64,10 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
     return {.text = "it reads a mask only with keys of 16 or 8 bits"};
   if (table(gpu) == arch::Sm75::kTable && kv != TILEWISE_FLOAT16 && kv != TILEWISE_FLOAT8_E4M3)
     return {.text = "the tensor cores of sm_75 compute no ", .detail = short_dtype(kv)};
+  // Tensor cores truncate sums. With few columns these errors do not cancel.
+  const Problem& p = request.problem;
+  if (kv == TILEWISE_FLOAT32 && p.tf32 == 0 && min(p.head_dim, p.head_dim_v) < kLeastFloatColumns)
+    return {.text = "its float32 needs head dimensions of 8 and more"};
   return why_no_wide_forward(request, gpu);
 }
 

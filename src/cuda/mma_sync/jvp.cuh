@@ -148,7 +148,8 @@ class TangentRows {
   }
   TILEWISE_DEVICE void set_references() {
     for_each_row([&](int m, int h) {
-      const float r = tile::quad_sum(mean[m][h]) / reference(m, h);
+      const float total = reference(m, h);  // 0 if the sequence has no key
+      const float r = tile::quad_sum(mean[m][h]) / (total == 0.0f ? 1.0f : total);
       // No key counts where lse is infinite, and r + u is the tangent of the sink alone.
       const float minus_lse = ptx::float_of(ptx::ld_shared_b32(row(m, h)));
       mean[m][h] = 0.0f;

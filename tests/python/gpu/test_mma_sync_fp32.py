@@ -38,3 +38,14 @@ def test_fp32_is_as_exact_as_fp32(shape, seed):
     if not kernel.startswith("cuda.mma_sync"):
         pytest.skip("fp32 on tensor cores needs sm_80")
     check(case)
+
+
+@pytest.mark.parametrize("columns", [(1, 8), (8, 1), (7, 64)])
+def test_few_columns_run_elsewhere(columns):
+    """The truncated product of two numbers alone is not as exact as that of fp32."""
+    dims = dict(zip(("head_dim", "head_dim_v"), columns, strict=True))
+    case = Case("fp32", rows=(12,), keys=(31,), group=4, softcap=5.0, dlse=True, spread=0.5, **dims)
+    plan = capi.plan(Built(case).attention)
+    assert plan.kernel.decode() == "cuda.simt.forward.f32"
+    assert "head dimensions of 8 and more" in plan.why.decode()
+    check(case)

@@ -30,6 +30,9 @@ CASES = {
     "mask, bias": ({"mask": True, "bias": (1, 1, ROWS, KEYS), "window": (140, 20)}, "qkv bias"),
     "ranges": ({"ranges": True, "window": (120, 30)}, "qkv scale"),
     "varlen": ({"lengths": True, "causal": True}, "qv"),
+    "varlen, no key in one sequence": (
+        {"lengths": True, "no_key": True, "sinks": True}, "qkv sinks scale"
+    ),
     # More rows and keys than a tile has, in the kernels for 64 and for 128 columns.
     "many tiles, causal": ({"size": (300, 350), "dims": (128, 96), "causal": True}, "qkv"),
     "many tiles, window": (
@@ -66,6 +69,8 @@ class Case:
                 "cu_seqlens_q": [0, 20, BATCH * ROWS], "cu_seqlens_k": [0, 130, BATCH * KEYS],
                 "seqused_q": [20, 50], "seqused_k": [100, 170],
             }  # fmt: skip
+        if given.pop("no_key", False):
+            lengths["seqused_k"] = [0, 170]
         self.lengths = {n: np.array(x, np.int32) for n, x in lengths.items()}
         self.sequences = oracle.sequences_of(BATCH, self.rows, self.keys, **lengths)
         self.bias = self.draw(*given["bias"]) if "bias" in given else None
