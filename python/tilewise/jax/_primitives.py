@@ -88,12 +88,18 @@ def _shapes(
 
 
 def _abstract(*operands: Any, **static: Any) -> list[Any]:
-    """The types of the results, which vary over the same axes of a shard_map as q."""
+    """The types of the results, which vary over the same axes of a shard_map as q and are not
+    sharded over explicit axes, as the operands are not (`_gathered`).
+    """
     _, results = _shapes(operands, **static)
+    mesh = operands[0].sharding.mesh
     return [
-        operands[0].update(shape=shape, dtype=dtype, weak_type=False)
+        operands[0].update(
+            shape=shape, dtype=dtype, weak_type=False,
+            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape))),
+        )
         for shape, dtype in results.values()
-    ]
+    ]  # fmt: skip
 
 
 def _lower(local: Primitive, ctx: Any, *operands: Any, **static: Any) -> Any:
