@@ -39,6 +39,8 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {90, TILEWISE_FLOAT16, 42, "cuda.mma_sync", "cuda.mma_sync", 90},
       {90, TILEWISE_BFLOAT16, 256, "cuda.wgmma", "cuda.wgmma", 901},
       {90, TILEWISE_FLOAT32, 64, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {90, TILEWISE_FLOAT32, 8, "cuda.mma_sync", "cuda.mma_sync", 90},
+      {90, TILEWISE_FLOAT32, 7, "cuda.simt", "cuda.simt", 0},
       {75, TILEWISE_FLOAT16, 320, "cuda.simt", "cuda.simt", 0},
       {80, TILEWISE_BFLOAT16, 257, "cuda.mma_sync", "cuda.simt", 80},
       {86, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 86},
@@ -103,6 +105,9 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT32, 16, 2048, 2048, 8, 320)),
             "f32 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
             "largest head_dim is 256");
+  EXPECT_NE(why(gpu_with(90), problem(TILEWISE_FLOAT32, 16, 2048, 2048, 8, 7))
+                .find("cuda.mma_sync would be faster, but its float32 needs head dimensions of 8"),
+            std::string::npos);
   EXPECT_EQ(why(gpu_with(60), problem(TILEWISE_FLOAT32)),
             "device is CUDA (sm_60): this build has no CUDA kernel for a forward in f32 with "
             "head_dim 128; it has SASS of sm_75, sm_80, sm_86, sm_90, sm_100, sm_120 and PTX of "

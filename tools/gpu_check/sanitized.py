@@ -299,8 +299,9 @@ def passes(call: Call) -> Iterator[Pass]:
         tangents = call.tangents()
         yield Pass("jvp", _abi.JVP, (tangents,))
         gradients = call.gradients()
-        if not call.shape.general:  # tensor cores compute the others
-            gradients.dscale = None
+        shape = call.shape
+        if shape.dtype in ("bf16", "fp16") and shape.head_dim <= 128 and not shape.general:
+            gradients.dscale = None  # tensor cores compute the others
         yield Pass("second", _abi.SECOND, (tangents, gradients))
 
 

@@ -16,6 +16,14 @@ inline constexpr BackwardTile kNoBackward{};
 // bits with two column warps, and no decode or backward tiles. Decoding splits the keys of the
 // forward tiles: by estimate, a CTA of 64 rows multiplies keys as fast as memory delivers them.
 inline constexpr int kMaxColumnsOfWarp = 256;
+constexpr ForwardTile wide_tile(int warps, int keys, int stages) {
+  return {.warps = warps,
+          .warp_rows = 16,
+          .keys = keys,
+          .stages = stages,
+          .blocks_per_sm = 1,
+          .column_warps = 2};
+}
 
 // 227 KB of shared memory per CTA, TMA, vector reductions.
 struct Sm90 {
@@ -27,20 +35,8 @@ struct Sm90 {
   static constexpr bool kConvertsFloat8 = true;   // cvt.rn.f16x2.e4m3x2
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
-    if (head_dim > 384)
-      return {.warps = 8,
-              .warp_rows = 16,
-              .keys = 64,
-              .stages = 2,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
-    if (head_dim > kMaxColumnsOfWarp)
-      return {.warps = 8,
-              .warp_rows = 16,
-              .keys = 64,
-              .stages = 3,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
+    if (head_dim > 384) return wide_tile(8, 64, 2);
+    if (head_dim > kMaxColumnsOfWarp) return wide_tile(8, 64, 3);
     if (element_bytes == 1) {
       if (head_dim <= 128)
         return {.warps = 4, .warp_rows = 32, .keys = 64, .stages = 4, .blocks_per_sm = 2};
@@ -144,20 +140,8 @@ struct Sm80 {
   static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool tf32) {
-    if (head_dim > 384)
-      return {.warps = 8,
-              .warp_rows = 16,
-              .keys = 32,
-              .stages = 2,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
-    if (head_dim > kMaxColumnsOfWarp)
-      return {.warps = 8,
-              .warp_rows = 16,
-              .keys = 32,
-              .stages = 3,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
+    if (head_dim > 384) return wide_tile(8, 32, 2);
+    if (head_dim > kMaxColumnsOfWarp) return wide_tile(8, 32, 3);
     if (element_bytes == 1) return Sm90::forward(1, head_dim, false);
     if (element_bytes == 2 && head_dim <= 64)
       return {.warps = 4, .warp_rows = 32, .keys = 80, .stages = 3, .blocks_per_sm = 2};
@@ -240,20 +224,8 @@ struct Sm86 {
   static constexpr bool kConvertsFloat8 = false;
 
   static constexpr ForwardTile forward(int element_bytes, int head_dim, bool /*tf32*/) {
-    if (head_dim > 384)
-      return {.warps = 4,
-              .warp_rows = 16,
-              .keys = 16,
-              .stages = 3,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
-    if (head_dim > kMaxColumnsOfWarp)
-      return {.warps = 4,
-              .warp_rows = 16,
-              .keys = 32,
-              .stages = 2,
-              .blocks_per_sm = 1,
-              .column_warps = 2};
+    if (head_dim > 384) return wide_tile(4, 16, 3);
+    if (head_dim > kMaxColumnsOfWarp) return wide_tile(4, 32, 2);
     if (element_bytes == 1) {
       if (head_dim <= 128)
         return {.warps = 4, .warp_rows = 32, .keys = 64, .stages = 2, .blocks_per_sm = 2};

@@ -43,9 +43,6 @@ WhyNot why_no_tangents(const Request& request, const Gpu& gpu) {
   return {};
 }
 
-// The columns of one step of an fp32 product.
-constexpr int64_t kLeastFloatColumns = 8;
-
 // Why not head dimensions whose columns two warps divide (forward_column_warps.h).
 WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
   if (max(request.problem.head_dim, request.problem.head_dim_v) <= kHalfHeadDims.back()) return {};
@@ -55,6 +52,9 @@ WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
     return {.text = "its kernels for sm_75 take head dimensions up to 256"};
   return {};
 }
+
+// The columns of one step of an fp32 product.
+constexpr int64_t kLeastFloatColumns = 8;
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (request.is(Pass::jvp) || request.is(Pass::second)) return why_no_tangents(request, gpu);
