@@ -8,7 +8,8 @@ namespace tilewise::cuda {
 // Which options and layouts each form serves:
 //   plain      fast path: options that cost nothing in the inner loop (scale, band, lengths, GQA,
 //              sinks)
-//   general    adds softcap, ALiBi, bias, dropout, pages and any alignment as uniform branches
+//   general    adds softcap, ALiBi, bias, dropout, pages and out in fp32 as uniform branches; of
+//              simt and mma_sync also any alignment, of wgmma also packed heads and key splits
 //   masked     adds a mask: to the general form of mma_sync, to the fast path of wgmma
 //   paged      mma_sync forward: the fast path over a block table
 //   tma        mma_sync forward: the fast path with K and V loaded by TMA
@@ -22,9 +23,9 @@ constexpr bool includes_general(Form form) { return form == Form::general || for
 inline constexpr int32_t kMinTmaPageRows = 16;
 
 // Rows of the TMA boxes that load the last, partial key tile of a sequence. Small boxes take longer
-// to issue; large ones read rows past the last key. In the first column the boxes past the last key
-// are loaded as well.
-//   H200, us, rows per box               8+    8     16    32    whole tile
+// to issue; large ones read rows past the last key. "8, all": boxes of 8 rows, of which those past
+// the last key are loaded as well.
+//   H200, us, rows per box             8, all  8     16    32    whole tile
 //   B1, 992 keys                         7.0   6.5   6.2   6.0   6.0
 //   B32, log-normal up to 1k, 32/32      42.3  41.8  42.4  43.3  45.1
 inline constexpr int32_t kTailBoxRows = 16;

@@ -1,6 +1,6 @@
-// The entries of the lists of kernel instances. Every family lists its tile tables and instances
-// in src/cuda/<family>/instances.h, where build, tests and planner read them. One instance is one
-// .cu in the build tree, with forward and backward in all forms.
+// The entries of the lists of kernel instances. Every family lists its tile tables and instances in
+// src/cuda/<family>/instances.h, where build, tests and planner read them. One instance is one .cu
+// in the build tree, with all passes and forms that the family has.
 #pragma once
 
 namespace tilewise::cuda {

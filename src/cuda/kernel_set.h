@@ -23,7 +23,8 @@ struct FormKernels {
   Kernel<ForwardParams> forward_warp_split = {};
   Kernel<TmaBackwardParams> tma_backward = {};
   Kernel<JvpParams> jvp = {};
-  // Pass::second, as `prepare`, `backward` and `finish`.
+  // Pass::second, as `prepare`, `backward` and `finish`. second_dbias is null if these take no
+  // bias.
   Kernel<SecondParams> second_prepare = {};
   Kernel<SecondParams> second = {};
   Kernel<SecondParams> second_finish = {};

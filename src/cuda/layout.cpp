@@ -45,7 +45,7 @@ bool rows_fit_32_bits(const Problem& p) {
 }
 
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
-  constexpr int64_t kMaxElements = int64_t{1} << 38;
+  constexpr int64_t kMaxElements = int64_t{1} << 38;  // within 2^40 bytes for all element sizes
   const auto fits = [](int64_t size, int64_t stride) {
     return size <= 1 || (stride >= 0 && stride < kMaxElements);
   };

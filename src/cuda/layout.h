@@ -10,9 +10,9 @@ namespace tilewise::cuda {
 bool rows_are_aligned(const Request& request);
 
 // Whether TMA can read q or dout (`view`), contiguous k and v, or pages of k and v: strides are 0
-// (an expanded dimension) or positive and below 2^40 bytes, and row numbers fit in 32 bits. A TMA
-// box lies inside one page and starts at a multiple of its number of rows, so pages must not have
-// left padding, which would shift that start.
+// (an expanded dimension) or positive and within TMA's 2^40 bytes, and row numbers fit in 32 bits.
+// A TMA box lies inside one page and starts at a multiple of its number of rows, so pages must not
+// have left padding, which would shift that start.
 bool rows_are_mappable(const Problem& p, const tilewise_tensor& view);
 bool keys_are_mappable(const Problem& p);
 bool pages_are_mappable(const Problem& p);

@@ -65,9 +65,11 @@ struct PaddedRows {
 };
 
 // NaN recompute. A tensor core computes 0 * NaN = NaN, so a masked key of an edge tile contaminates
-// rows that do not attend to it. Where that can happen, each CTA of the main kernel flags whether
-// its results are finite, and the simt family then recomputes the flagged tiles element by element.
-// `data` is null if no key is masked inside a tile, and for kernels that recompute such rows
+// rows that do not attend to it. Where that can happen, each CTA of the main kernel sets its flag
+// if one of its results is not finite, and the simt family then recomputes the flagged tiles
+// element by element. Some kernels flag other tiles as well: the passes with tangents in fp16,
+// whose products may overflow, and the tcgen05 forward, for scores beyond the range of its
+// exponents. `data` is null if no tile can need it, and for kernels that recompute such rows
 // themselves (the wgmma forward).
 struct Flags {
   // One per CTA of the main kernel; with chunks, one per tile comes before these.
@@ -134,7 +136,7 @@ struct ForwardParams {
   Packing packing;         // query heads per tile: 1 or the GQA group size
   int32_t row_tile;        // packed rows of a tile
   int32_t key_tile;        // splits are cut at multiples of it
-  Flags flags;             // written by mma_sync; simt, if given flags, computes only flagged tiles
+  Flags flags;             // of mma_sync and tcgen05; simt, given flags, computes only those tiles
   SplitRule split_rule;    // splits per sequence
   int32_t partial_stride;  // see `partial_row`
   // Partial results, normalised; undefined where the lse of the split is -inf.
@@ -240,7 +242,8 @@ struct SecondParams : BackwardParams {
   // Row statistics as row_delta, which is here the delta of the tangents, dout'.out - dlse'.
   float* row_second_delta = nullptr;  // the delta of the results, dout.out + dout'.out' - dlse
   // mma_sync: -lse, or -inf for rows that are not in use or see no key, which makes their weights
-  // 0; minus the low part of lse (Problem::lse_low), in units of ln 2; and lse'.
+  // 0; minus the low part of lse (Problem::lse_low), in units of ln 2; and lse', which is the mean
+  // of the scores' tangents under the weights.
   float* row_minus_lse = nullptr;
   float* row_minus_low = nullptr;
   float* row_mean = nullptr;

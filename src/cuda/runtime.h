@@ -114,9 +114,11 @@ void read_and_clear(void* to, void* from, int64_t bytes);
 
 // When a kernel may start. A `dependent` kernel starts as soon as every CTA of the preceding kernel
 // on the stream, whether of this library or not, has triggered the launch or exited (PDL). It must
-// wait (ptx::griddepcontrol_wait) before it reads or writes global memory, and at least one of its
-// CTAs must wait in any case, so that it does not complete before its predecessor. GPUs before
-// sm_90, and code compiled for them, start kernels in order.
+// wait (ptx::griddepcontrol_wait) before it writes global memory, and before it reads what its
+// predecessor may write or has not itself waited for. (The combine kernel reads index arrays first,
+// which are complete before any main kernel triggers it.) At least one of its CTAs must wait in any
+// case, so that it does not complete before its predecessor. GPUs before sm_90, and code compiled
+// for them, start kernels in order.
 enum class Start { in_order, dependent };
 
 namespace detail {

@@ -116,7 +116,7 @@ constexpr int32_t kPortableClusterSize = 8;
 // that it has queried. The facts are in a lock-free hash table that only grows, whose entries are 0
 // or a key (key_of). A thread that loses a race only sets the attribute again.
 enum class KernelFact : uintptr_t { shared_bytes, large_clusters, waits, does_not_wait };
-constexpr std::size_t kTableSize = 8192;
+constexpr std::size_t kTableSize = 8192;  // `find` takes 13 bits of the hash of a key
 std::array<std::atomic<uintptr_t>, kTableSize> kernel_facts{};
 
 int current_device() {

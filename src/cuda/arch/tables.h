@@ -12,9 +12,10 @@ namespace tilewise::cuda::arch {
 inline constexpr ForwardTile kNoForward{};
 inline constexpr BackwardTile kNoBackward{};
 
-// The columns of out for whose sums a warp has registers. Beyond them there are forward tiles of 16
-// bits with two column warps, and no decode or backward tiles. Decoding splits the keys of the
-// forward tiles: by estimate, a CTA of 64 rows multiplies keys as fast as memory delivers them.
+// The columns of out for whose sums a warp has registers. Beyond them there are forward tiles with
+// two column warps (ForwardTile::column_warps), which mma_sync/instances.h builds for 16-bit
+// elements alone, and no decode or backward tiles. Decoding splits the keys of the forward tiles:
+// by estimate, a CTA of 64 rows multiplies keys as fast as memory delivers them.
 inline constexpr int kMaxColumnsOfWarp = 256;
 constexpr ForwardTile wide_tile(int warps, int keys, int stages) {
   return {.warps = warps,

@@ -36,7 +36,7 @@ struct CombinedRow {
   int64_t first = 0;
   int64_t second = 0;
   int64_t stride = 0;
-  int64_t columns = 0;  // of a row of partial_out
+  int64_t columns = 0;  // of a row of partial_out; only combine_by_warps reads it
   bool combines_flags = false;
 
   TILEWISE_DEVICE bool is_idle() const { return !location.in_use && !combines_flags; }
@@ -69,8 +69,8 @@ struct CombinedRow {
 
 // Recomputes a row whose splits must not be combined (combine_is_inexact). The call must be the
 // last thing that a warp does: whatever is live across a call lies in local memory, on the usual
-// path as well. (H200, 24 sequences of 8k keys, 16/1 heads: 33 -> 37 us.)
-// T is the element type of out; where it is float, q may have 16 bits.
+// path as well. (H200, 24 sequences of 8k keys, 16/1 heads: 37 us with a call that returns to more
+// work, 33 us like this.) T is the element type of out; where it is float, q may have 16 bits.
 template <class T>
 TILEWISE_COLD void recompute_row(const ForwardParams& params, int64_t batch, int64_t row,
                                  int64_t head) {

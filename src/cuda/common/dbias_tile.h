@@ -1,5 +1,4 @@
-// The tiles of dbias. A CTA owns one and sums over all batches, heads or rows that bias is
-// broadcast over, in a fixed order and without a workspace.
+// The tiles of dbias (dbias.h), which the kernel dbias and simt's second_dbias share.
 #pragma once
 
 #include "cuda/common/block.h"

@@ -61,7 +61,9 @@ struct RowOrigin {
   }
   // The same for a product q.k, whose score product * unit is rounded as in plain fp32. The forward
   // may have summed the product in another order. So where lse is the largest score itself, a score
-  // that differs from it by no more than such sums do is taken to be the largest one.
+  // that differs from it by no more than such sums do is taken to be the largest one. Beyond 2^30
+  // that is certain: fp32 numbers are 128 apart there, more than log l ever is. Where the caller
+  // gives no low part, or it is 0, lse is taken to be the largest score beyond 2^24.
   TILEWISE_DEVICE float relative_product(float product, float unit, float inverse) const {
     constexpr float kAgreement = 0x1p-19f;
     const float size = __builtin_fabsf(lse);

@@ -71,7 +71,7 @@ struct TileMask {
   }
 
   // Reads what the rows see of a tile whose keys begin at `first_key`. row_of(r) and head_of(r) are
-  // those of row r of the tile. A barrier has to follow, and to precede it.
+  // those of row r of the tile. Barriers must precede and follow the call.
   template <class RowOf, class HeadOf>
   TILEWISE_DEVICE void load_bits(Coverage of_tile, int64_t first_key, const RowOf& row_of,
                                  const HeadOf& head_of) {

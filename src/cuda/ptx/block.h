@@ -28,8 +28,8 @@ TILEWISE_DEVICE void sync_warp() { emulator::sync_warp(); }
 TILEWISE_DEVICE void fence_device() {}
 // griddepcontrol (sm_90; PTX ISA 9.7.13.13), for programmatic dependent launches.
 // `launch_dependents` permits the next kernel to start if it is a dependent launch (runtime.h);
-// `wait` returns when the preceding kernel is complete and its writes are visible. Every CTA of a
-// dependent kernel waits.
+// `wait` returns when the preceding kernel is complete and its writes are visible. `Start` in
+// runtime.h says when a dependent kernel has to call it.
 TILEWISE_DEVICE void griddepcontrol_wait() { emulator::griddepcontrol_wait(); }
 TILEWISE_DEVICE void griddepcontrol_launch_dependents() {}
 

@@ -60,8 +60,8 @@ TILEWISE_DEVICE void tcgen05_wait_ld(uint32_t (&... d)[kN]) {
 // tcgen05.wait::st
 TILEWISE_DEVICE void tcgen05_wait_st() { emulator::tcgen05_wait_st(); }
 // tcgen05.mma.kind::f16: d [M, N] = a [M, 16] b [16, N], plus d if `add`, with fp16 or bf16
-// operands and fp32 sums. `kind` is the instruction descriptor; a and b in shared memory are given
-// by matrix descriptors (cuda/tile/tcgen05_operands.h).
+// operands and fp32 sums. `kind` is the instruction descriptor (idesc); a and b in shared memory
+// are given by matrix descriptors (cuda/tile/tcgen05_operands.h).
 TILEWISE_DEVICE void tcgen05_mma_f16(TensorAddress d, uint64_t a, uint64_t b, uint32_t kind,
                                      bool add) {
   emulator::tcgen05_mma_f16(d, a, b, kind, add);
