@@ -82,6 +82,7 @@ class KeyTile {
   static constexpr int64_t kLastFirst = 1;
   static constexpr int64_t kFarRows = 2;
 
+  // Word i of those that `store` writes.
   TILEWISE_DEVICE int32_t get(int i) const {
     return static_cast<int32_t>(ptx::ld_shared_b32(at_ + i * 4));
   }

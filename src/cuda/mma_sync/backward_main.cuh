@@ -248,7 +248,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
     {
       ScoreSums<C> s;
       ScoreSums<C> dp;
-      s.fill(0.0f);
+      s.fill(0.0f);  // S^T = K Q^T
       row_product.add(s, warp_k, at.q + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1 && steps > 1) pipeline.copy_q(p, stage ^ 1);
       });
@@ -264,7 +264,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
           KeyMask<C>(key_tile, warp_key + lane / 4, query).apply(s, hidden);
         }
       }
-      start_dp<C>(dp, at.thread_delta);
+      start_dp<C>(dp, at.thread_delta);  // dP^T - delta = V dO^T - delta
       row_product.add(dp, warp_v, at.d_out + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) pipeline.copy_d_out(p, stage ^ 1);
@@ -278,14 +278,14 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         general.apply(s, dp, mask, p, key_tile, row, record.index(), at.thread_lse, at.thread_delta,
                       shown_keys(record, first_head, row, keys.begin + warp_key));
       }
-      store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);
+      store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);  // P, dS = P (dP - delta)
     }
     add_dk_dv<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
       if constexpr (kStages == 3) pipeline.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
     });
     if (p.dq_sum != nullptr) {
       typename DqProduct<C>::Sums dq;
-      dq.fill(0.0f);
+      dq.fill(0.0f);  // dQ += dS K
       dq_product.add(dq, at.ds, shared + Plan::kK);
       add_dq<C>(p, dq, key_tile, record, warp, lane);
     }

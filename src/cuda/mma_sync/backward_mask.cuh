@@ -92,6 +92,7 @@ class MaskedRows {
   int32_t counted_;  // steps that the coverage counts: of one head or, with a mask per head, of all
 };
 
+// At an opaque address, which is computed at each use: the loop has no register to keep it in.
 template <class C>
 TILEWISE_DEVICE MaskedRows<C>& masked_rows() {
   return *reinterpret_cast<MaskedRows<C>*>(

@@ -46,6 +46,7 @@ class TileRecord {
   TILEWISE_DEVICE int32_t head() const { return get(3); }  // in the group
 
  private:
+  // Word i of those that `store` writes.
   TILEWISE_DEVICE int32_t get(int i) const {
     return static_cast<int32_t>(ptx::ld_shared_b32(at_ + static_cast<uint32_t>(i * 4)));
   }

@@ -214,7 +214,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       if (!full) masked_tiles<C>().find_bits(saved, tile);
     }
     pipeline.consumer_wait();
-    multiply.scores(s, q_of_warp + first_column, pipeline.keys() + first_column,
+    multiply.scores(s, q_of_warp + first_column, pipeline.keys() + first_column,  // S = Q K^T
                     [&](int part) { pipeline.load_ahead(true, tile, part); });
     pipeline.consumer_release(true, tile);
     if constexpr (C::kColumnWarps > 1) add_score_parts<C>(s, q + kScorePartsAt<C>);
@@ -227,8 +227,8 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     if constexpr (C::kMasked) {
       if (!full) masked_tiles<C>().hide(s);
     }
-    softmax.raise(s, o);
-    softmax.exponentiate(s);
+    softmax.raise(s, o);      // m, and with it l and O, where the scores require it
+    softmax.exponentiate(s);  // P = 2^(scale S - m), l += rowsum P
     if (dropout) {
       constexpr int kRows = C::kForward.warp_rows / 16;
       const auto rows = DropoutRows<kRows>::of(problem, saved, lane_position<C>());
@@ -238,7 +238,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
 
     pipeline.consumer_wait();
     if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(first_byte), tile);
-    multiply.values(o, s, pipeline.values() + first_column,
+    multiply.values(o, s, pipeline.values() + first_column,  // O += P V
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
     pipeline.consumer_release(false, tile);
   };

@@ -94,6 +94,7 @@ class MaskedTiles {
   uint32_t bits_[C::kForward.rows()][kWords];
 };
 
+// At an opaque address, as `saved_q_tile`.
 template <class C>
 TILEWISE_DEVICE MaskedTiles<C>& masked_tiles() {
   return *reinterpret_cast<MaskedTiles<C>*>(ptx::shared_memory() +

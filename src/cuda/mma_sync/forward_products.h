@@ -112,7 +112,8 @@ struct Products {
     constexpr int kSteps = kKeys / kStep;
     constexpr int kInCore = kOneSum ? 1 : std::gcd(kSteps, tile::kStepsInCore<Element>);
     constexpr int kColumns = C::kWarpColumns / 16;
-    // Registers of o and p. `kFits` adds accumulators and operands of the columns in flight.
+    // Registers of o and p. `kFits` adds accumulators and operands of the columns in flight; a
+    // thread has 255, and 47 are left for addresses, statistics and copies.
     constexpr int kLiveRegisters = kRows * C::kWarpColumns / 2 + kInCore * kRows * 8;
     constexpr int kMaxColumns = max(1, kInFlight / (2 * kRows));
     constexpr bool kFits = kLiveRegisters + kMaxColumns * (8 * kRows + 8) <= 208;

@@ -107,7 +107,7 @@ class PackedRows {
 };
 
 // The query tile, saved for masked tiles and for the epilogue because registers are needed for
-// sums.
+// sums. Its address is opaque, so that it is computed at each use instead of being kept.
 template <class C>
 TILEWISE_DEVICE QueryTile& saved_q_tile(uint32_t first_byte = 0) {
   return *reinterpret_cast<QueryTile*>(ptx::shared_memory() +

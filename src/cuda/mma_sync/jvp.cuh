@@ -307,18 +307,20 @@ void jvp(TILEWISE_PARAMETER JvpParams p) {
       if (!seeks_references) stages.copy_values(p, saved, tile);
       const ptx::SharedAddress q_rows = q + first_byte_of_warp<C>();
       const ptx::SharedAddress q_tangent_rows = q_rows + kTangentQueriesAt<C>;
+      // Q K^T, and Q' K^T + Q K'^T
       score_products.compute(s, s_tangent, {q_rows, q_tangent_rows, of_q},
                              {stages.k, stages.k_tangent, of_k});
-      rows.weigh(s, s_tangent, scale, scale_tangent);
+      rows.weigh(s, s_tangent, scale, scale_tangent);  // P and S'
       if (saved.tiles.masked(tile)) hide<C>(saved, tile, s, s_tangent);
       if (seeks_references)
         rows.add_to_references(s, s_tangent);
       else if (of_scores)
-        rows.centre(s, s_tangent);
+        rows.centre(s, s_tangent);  // W = P (S' - r), u += rowsum W
 
       wait_for_all<C>();
       if (tile > first) stages.copy_keys(p, saved, tile - 1);
       if (seeks_references) continue;
+      // O' += W V + P V'
       if (of_scores) products.values(o, s_tangent, stages.v, nothing_to_load);
       if (t.v.data != nullptr) products.values(o, s, stages.v_tangent, nothing_to_load);
     }

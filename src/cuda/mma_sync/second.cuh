@@ -150,7 +150,9 @@ class WalkedOperands {
   ptx::SharedAddress at_;
 };
 
-// The scale and its tangent; and the factors of dZ and dZ' in G, and of the sums of G and H.
+// G = of_score dZ + of_tangent dZ' and H = of_score dZ', and the sums over them are multiplied by
+// `unit` when they are stored. Where the scale has no tangent, it multiplies the sums as `unit`
+// instead of every G and H as `of_score`.
 struct SecondScales {
   float scale;
   float scale_tangent;
@@ -256,14 +258,17 @@ TILEWISE_DEVICE void compute_second(const SecondParams& p) {
     walked.copy_of_values(p, walk.head, walk.tile);
     tile::commit<typename C::Arch>();
     SecondFactors<C> factors;
+    // S and S', without the scale
     score_products.compute(factors.weight, factors.moved, owned.of_scores(p), walked.of_scores(p));
     wait_for_all<C>();
+    // E and F, without the deltas
     score_products.compute(factors.of_tangents, factors.of_scores, owned.of_values(p),
                            walked.of_values(p));
-    factors.combine(statistics, SecondScales::of(p));
+    factors.combine(statistics, SecondScales::of(p));  // P, P Y, H and G
     if (saved.tiles.masked(walk.tile))
       hide<C>(saved, walk.tile, factors.weight, factors.moved, factors.of_tangents,
               factors.of_scores);
+    // dQ += G K + H K', or dK += G^T Q + H^T Q'
     const TangentOperand of_scores = walked.of_scores(p);
     products.values(sums, factors.of_scores, of_scores.value, nothing_to_load);
     if (of_scores.has_tangent)
@@ -271,7 +276,7 @@ TILEWISE_DEVICE void compute_second(const SecondParams& p) {
     ptx::sync_block();
     walk.advance();
     copy_next();
-    values.add(products, factors.weight, factors.moved, walked.of_values(p));
+    values.add(products, factors.weight, factors.moved, walked.of_values(p));  // OwnsKeys: dV
   }
 
   wait_for_all<C>();  // without a walk, the copies of the owned operands may be in flight

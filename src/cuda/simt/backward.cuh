@@ -278,6 +278,7 @@ struct Backward {
         store_p(shared().current_keys.begin);
       else
         store_ds(shared().current_keys.begin);
+      // dV += P^T dO, or dK += dS^T Q
       add(for_dv ? dout() : q(), Step::of(p, shared().current_keys.begin).masked);
     }
   }
@@ -286,6 +287,7 @@ struct Backward {
                                   float factor) const {
     const Range& keys = shared().current_keys;
     const Sequence& s = shared().sequence;
+    // Where sequences may share keys, each has gradients of its own (tilewise_gradients).
     const bool dense = p.block_table != nullptr || p.kv_batch_idx != nullptr;
     const KvSource source = dense ? s.kv.dense(s.batch) : s.kv;
 #pragma unroll
@@ -339,7 +341,7 @@ struct Backward {
       load_key_table(p, key);
       load_mask_bits(at, key);
       store_ds(key);
-      add(k(), Step::of(p, key).masked);
+      add(k(), Step::of(p, key).masked);  // dQ += dS K
     }
     float dscale = 0.0f;
 #pragma unroll

@@ -28,7 +28,7 @@ struct Config {
 //   backward.cuh  backward_prepare<Config>, backward_keys<Config>, backward_rows<Config>
 //                 (BackwardParams)
 //   jvp.cuh       jvp<Config>(JvpParams), with kSharedBytesOfTangents (score_tangents.h)
-//   second.cuh    second_prepare<Config>, second_keys<Config>, second_rows<Config>,
-//                 second_dbias<Config> (SecondParams); kSecondSharedBytes
+//   second.cuh    second_prepare<Config>, and with kSecondSharedBytes second_keys<Config>,
+//                 second_rows<Config>, second_dbias<Config> (SecondParams)
 
 }  // namespace tilewise::cuda::simt

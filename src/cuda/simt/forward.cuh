@@ -145,12 +145,14 @@ struct Forward {
     load_mask_bits(tile, first_key);
     const auto columns = static_cast<int>(p.head_dim);
     Block weight;
+    // S = score_mod(Q K^T)
     row_products(weight, memory.stage, Rows<T>{static_cast<const T*>(p.q.data), memory.q, columns},
                  Rows<K>{static_cast<const K*>(p.k.data), memory.k, columns});
     if (p.max_logits != nullptr) track_max_logits(weight, first_key);
     const Step now = Step::of(p, first_key);
     finish_scores(weight, first_key, now.masked);
-    softmax(weight);
+    softmax(weight);  // m, P = e^(S - m), l; O is scaled
+    // O += dropout(P) V
     const auto weights = ThreadWeights<true>::of(thread);
     weights.store(weight);
     if (memory.score_mod.dropout.on()) weights.apply_dropout(thread, first_key);

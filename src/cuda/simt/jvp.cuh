@@ -95,8 +95,9 @@ struct Jvp {
     Block tangent;
     scores.products(weight, tangent);
     const Step now = Step::of(p, first_key);
-    scores.weigh(weight, tangent, first_key);
+    scores.weigh(weight, tangent, first_key);  // P and s'
     if (scores.any()) {
+      // W = P (s' - r), u += rowsum W, O' += dropout(W) V
       set_references(weight, tangent);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -109,7 +110,7 @@ struct Jvp {
       add(tangent, scores.v().value, now);
       if (t.v.data != nullptr) ptx::sync_block();
     }
-    if (t.v.data != nullptr) add(weight, scores.v().tangent, now);
+    if (t.v.data != nullptr) add(weight, scores.v().tangent, now);  // O' += dropout(P) V'
   }
 
   // The sink is a key without a value. Returns its share of u.

@@ -145,8 +145,8 @@ TILEWISE_DEVICE void load_key_table(const Problem& p, int64_t first) {
       key < s.band.keys ? s.kv.offset(view, key) + shared().kv_head * view.stride_head : kUnused;
 }
 
-// Starts the walk of the rows of a tile over the tiles of kTile keys that touch `keys`. A barrier
-// has to follow, and to precede it.
+// Starts the walk of the rows of a tile over the tiles of kTile keys that touch `keys`. Barriers
+// must precede and follow the call.
 TILEWISE_DEVICE void begin_key_walk(const RowTile& tile, Range keys) {
   common::TileMask& mask = shared().mask;
   if (ptx::warp_index() != kThreads / ptx::kWarpSize - 1) return;  // the others fill in tables

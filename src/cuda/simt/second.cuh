@@ -219,6 +219,7 @@ struct Second : Backward<C, kOwnsKeys> {
       } else {
         store_gradients(first_key, scale(), scale_tangent());
       }
+      // dV += (D P)^T dO + (D P Y)^T dO', or dK += (scale dZ + scale' dZ')^T Q + scale dZ'^T Q'
       const Operand<T> rows = for_dv ? Operand<T>{dout().tangent, dout().value} : scores.q();
       add(rows.value, rows.tangent, Step::of(p, first_key).masked);
     }
@@ -262,7 +263,7 @@ struct Second : Backward<C, kOwnsKeys> {
     ptx::sync_block();
     float dscale = 0.0f;
     const bool wants_dscale = params.dscale_partials != nullptr;
-    // dQ, dZ K + dZ' K' and dZ' K
+    // Three sums, one after the other: dQ; dZ K + dZ' K' and dZ' K, both for dscale.
 #pragma unroll 1
     for (int sum = 0; sum < 3; ++sum) {
       if (sum == 0 ? g.dq.data == nullptr : !wants_dscale) continue;
