@@ -31,10 +31,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
   if (p.batch_invariant != 0) return {.text = "batch_invariant needs one kernel for all lengths"};
   if (p.num_splits > 1) return {.text = "one CTA computes all keys of a tile"};
-  if (is_general(p))
-    return {.text =
-                "it has no softcap, ALiBi, bias, dropout, selected keys or other option of the "
-                "general form"};
+  if (is_general(p)) return {.text = "it has no softcap, ALiBi slopes, bias or dropout"};
   if (p.block_table != nullptr) return {.text = "it has no loads of pages"};
   if (!rows_are_aligned(request))
     return {.text =

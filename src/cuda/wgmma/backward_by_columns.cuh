@@ -144,9 +144,10 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
   const int32_t steps = work_tile.steps;
 #pragma unroll 1
   for (int32_t step = 0; step < steps; ++step) {
+    // Q has two stages. dO and the peer's dS have one, so that their parity in a step is `stage`.
     const int stage = step & 1;
     const int parity = step >> 1 & 1;
-    float s[Plan::kKeys / 2];
+    float s[Plan::kKeys / 2];  // S (warpgroup 0) or dP (warpgroup 1)
 
     // Warpgroup 0 issues first, because both wait for P, which it computes.
     if constexpr (kWarpgroup == 0)
@@ -180,7 +181,7 @@ TILEWISE_DEVICE void mainloop_by_columns(const TmaBackwardParams& params,
       ptx::mbarrier_wait_parity(barriers.q_full(stage), parity);
     }
 
-    consumer.products.add_dv(sums.dv, stage);
+    consumer.products.add_dv(sums.dv, stage);  // dV += P^T dO
     if constexpr (kWarpgroup == 0)
       ptx::bar_sync(kDsStored, Plan::kConsumerThreads);
     else if constexpr (kSingleCta)

@@ -77,6 +77,7 @@ TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
     float s[Plan::kQueries / 2], dp[Plan::kQueries / 2], dq[Plan::kDqGroups * 4];
     ScoreOperands<C> p, ds;
 
+    // S^T = K Q^T and dP^T = V dO^T
     if constexpr (kOption == Option::any) {
       score_mod.init_scores(params.problem, s, walk);
       ptx::fence_register(s);
@@ -96,6 +97,7 @@ TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
     products.template start_dp<BackwardScoreMod<C, kOption>::kGradientFromZero>(dp, stage);
     if (Plan::kSendsUnderScores && step > first_step) dq_staging.send();
 
+    // P = exp(S - lse), dS = P (dP - delta)
     if constexpr (kOneOption<kOption>) {
       if (step + 1 < end) score_mod.prefetch_bias(walk.next(Plan::kQueries));
       score_mod.draw_dropout(walk);
@@ -130,13 +132,13 @@ TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
     }
 
     ds_store.store(ds, stage);
-    products.add_dv(dv, p, stage);
+    products.add_dv(dv, p, stage);  // dV += P^T dO
     // This fence, which lets the products read ds, is issued with dv in flight. If it preceded dv,
     // the tensor cores would wait for it (D64: 3 to 7 %, D128: 1 to 4 %).
     ptx::fence_proxy_async();
     ptx::bar_sync(kConsumers, Plan::kConsumerThreads);
-    products.start_dq(dq, stage);
-    products.add_dk(dk, ds, stage);
+    products.start_dq(dq, stage);    // dQ = dS K
+    products.add_dk(dk, ds, stage);  // dK += dS^T Q
     ptx::wgmma_wait_group<1>();
     ptx::mbarrier_arrive(barriers.dout_empty(stage));
     ptx::fence_register(dq);
@@ -144,7 +146,7 @@ TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
     if (Plan::kTile.send == arch::SendDq::at_once) dq_staging.send();
     ptx::wgmma_wait_group<0>();
     ptx::mbarrier_arrive(barriers.q_empty(stage));
-    if constexpr (Plan::kQueries == 80)
+    if constexpr (Plan::kQueries == 80)  // this tile has no register for `begin` (RowWalk)
       walk.advance(Plan::kQueries);
     else
       walk.advance(Plan::kQueries, begin);

@@ -3,8 +3,8 @@
 //
 // A work tile is a tile of keys of one key/value head. Its CTA walks the query tiles that see these
 // keys, in one query head of the group after the other, and a step is one query tile. With head
-// dims up to 128 ("by keys") the grid is persistent; above ("by columns") a CTA or a cluster of two
-// CTAs computes one work tile. The roles in a CTA:
+// dims up to 128 ("by keys") the grid is persistent, except in deterministic calls (plan.cpp);
+// above ("by columns") a CTA or a cluster of two CTAs computes one work tile. The roles in a CTA:
 //
 //   producer warp              loads by TMA                               backward_producer.h
 //   two consumer warpgroups    compute the five products of a step       backward_by_keys.cuh

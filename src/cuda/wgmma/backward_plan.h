@@ -138,7 +138,9 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kConsumerThreads = 256;
   static constexpr int kReductionWarps = 0;
-  static constexpr int kEmptyArrivals = kConsumerThreads / 2 + 4;  // one warpgroup reads statistics
+  // The threads of the warpgroup that reads the statistics of the stage, and one lane of each of
+  // the four warps of the other warpgroup.
+  static constexpr int kEmptyArrivals = kConsumerThreads / 2 + 4;
   static constexpr bool kPersistent = false;
   static constexpr int kKeys = kTile.keys;
   static_assert(kQueries == 64 && kKeys % 16 == 0);

@@ -74,6 +74,7 @@ class ForwardProducer {
         pending = keys;
         pending_tile = has_keys ? tile : kNone;
         advance_pages(keys, tile);
+        // Without overlap one more step loads the last V tile before the next work tile.
       } while (--tile >= keys.first_tile - (kOverlap ? 0 : 1));
       if (last < keys.first_tile) release(state.stage());
     }
@@ -105,7 +106,7 @@ class ForwardProducer {
         pending = keys;
         pending_tile = tile;
         has_keys = has_keys && visible.any();
-        pending.first_tile = has_keys ? kNone : tile;  // the last one of the walk
+        pending.first_tile = has_keys ? kNone : tile;  // load_v releases the work tile with it
       } while (has_keys || (!kOverlap && pending_tile != kNone));
     }
     if (kOverlap && pending_tile != kNone) load_v(pending, pending_tile, {k_state_.count - 1});

@@ -33,7 +33,7 @@ struct ForwardShared {
   static constexpr int kKAt = kTile.q_buffers * kQBytes;
   static constexpr int kVAt = kKAt + kTile.stages * KTile::kBytes;
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
-  static constexpr int kMaskBarriersAt =
+  static constexpr int kMaskBarriersAt =  // the number of barriers before those of the mask
       2 * kTile.q_buffers + 4 * kTile.stages + 3 * kTileStages + 1;
   static constexpr int kBarriers = kMaskBarriersAt + (C::kMasked ? kMaskBarriers : 0);
   static constexpr int kTilesAt = round_up(kBarriersAt + 8 * kBarriers, 16);

@@ -7,7 +7,7 @@ namespace tilewise::cuda::wgmma {
 
 struct BackwardRegions : BackwardWorkspace {
   Region row_lse;
-  FarRowRegions far_rows;  // empty in the plain form, which does not treat far rows apart
+  FarRowRegions far_rows;  // general form; other forms compute far rows like all (docs/numerics.md)
   Region dq_sum;
   Region descriptors;   // TileDescriptor per CTA
   Region tile_counter;  // BackwardParams::tile_counter
