@@ -54,8 +54,7 @@ WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
 }
 
 // The columns of one step of an fp32 product. Tensor cores truncate sums, and with fewer columns
-// these errors do not cancel: with one column and a softcap the error was 1.08 times what fp32 may
-// have (emulator).
+// these errors do not cancel: with one column the error was 1.1 times the bound of fp32.
 constexpr int64_t kLeastFloatColumns = 8;
 
 WhyNot why_not(const Request& request, const Gpu& gpu) {
