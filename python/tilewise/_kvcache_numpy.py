@@ -87,6 +87,11 @@ def _cache(name: str, value: Any, writes: bool) -> Array:
             f"{name} has stride {array.strides[-1]} bytes in its last dimension, but must be "
             "contiguous there"
         )
+    if array.size and any(step % array.itemsize for step in array.strides):
+        raise ValueError(
+            f"{name} has strides of {list(array.strides)} bytes, but each must be a multiple of "
+            f"{array.itemsize}, the bytes of an element"
+        )
     if writes and not array.flags.writeable:
         raise ValueError(f"{name} is read-only, but k and v must be written to it")
     return array

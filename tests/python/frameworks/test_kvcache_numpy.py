@@ -124,6 +124,13 @@ def frozen(array):
     return array
 
 
+def field_of_records(array):
+    """The array as a field of packed records: strides are no multiples of an element's bytes."""
+    records = np.zeros(array.shape[:-1], [("rows", array.dtype, array.shape[-1:]), ("flag", "i1")])
+    records["rows"] = array
+    return records["rows"]
+
+
 GOOD = wrong()
 BAD = {
     "q": dict(q=GOOD["q"][..., :-1]),
@@ -131,6 +138,7 @@ BAD = {
     "k_cache": dict(k_cache=GOOD["k_cache"][:2]),
     "k_cache read-only": dict(k_cache=frozen(GOOD["k_cache"].copy())),
     "k_cache strides": dict(k_cache=np.asfortranarray(GOOD["k_cache"])),
+    "k_cache field": dict(k_cache=field_of_records(GOOD["k_cache"])),
     "v_cache": dict(v_cache=GOOD["v_cache"][:, :-1]),
     "v": dict(v=None),
     "k": dict(k=GOOD["k"].astype(np.float16)),
