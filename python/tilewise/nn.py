@@ -154,6 +154,16 @@ class RotaryEmbedding(torch.nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.reset_parameters()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keeps the tables in float32 where ``to(dtype)`` or ``half`` converts all buffers: bf16
+        has too few digits for the angles of late positions.
+        """
+        super()._apply(fn, recurse)
+        if self.cos.dtype != torch.float32:
+            self.cos, self.sin = self.cos.float(), self.sin.float()
+            self.reset_parameters()
+        return self
+
     def reset_parameters(self) -> None:
         """Computes the tables; call it after ``to_empty`` for a module created on "meta"."""
         device, positions = self.cos.device, self.cos.shape[0]

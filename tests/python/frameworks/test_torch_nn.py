@@ -271,6 +271,16 @@ def test_modules_honour_device_and_dtype(dtype):
     assert relative(block(x, cache).float(), out.float()) < 0.05
 
 
+def test_conversion_of_a_module_keeps_exact_rotary_tables():
+    made = MultiheadAttention(64, 4, rotary_base=1e4, max_positions=512)
+    expected = made.rotary.cos.clone(), made.rotary.sin.clone()
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        made.to(dtype)
+        assert made.q_proj.weight.dtype == dtype
+        assert torch.equal(made.rotary.cos, expected[0])
+        assert torch.equal(made.rotary.sin, expected[1])
+
+
 def test_module_created_on_meta():
     """A "meta" module that is given memory, loads a checkpoint and computes its tables works as
     usual."""
