@@ -91,14 +91,25 @@ class _Streams:
 
 
 class _Group:
-    """Memory that grows, streams and the slot of the next results, for all calls of a group."""
+    """Memory that grows, streams and the slot of the next results, for all calls of a group on one
+    type of device.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+        group: Any = ranks.group
+        # A weak reference, because the group is the key in `_groups` and would live as long as this
+        # value holds it.
+        self._process_group, self._rank, self._world = weakref.ref(group), ranks.rank, ranks.world
+        self.device = device
         self.takes, self.sends = _Streams(device), _Streams(device)
         self.published = self.results = Memory([], lambda: None, None)
         self.slot = 0
         self._retired: list[Memory] = []
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the process group, which exists while a call uses it."""
+        return Ranks(self._process_group(), self._rank, self._world)
 
     def grown(self, memory: Memory, size: int) -> Memory:
         """The memory, or a larger one if it is too small for `size` bytes."""
@@ -117,7 +128,8 @@ class _Group:
             self._retired.clear()
 
 
-_groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
+# By process group and type of device, on which all ranks of a call agree.
+_groups: weakref.WeakKeyDictionary[Any, dict[str, _Group]] = weakref.WeakKeyDictionary()
 
 
 class Copies:
@@ -125,9 +137,10 @@ class Copies:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         group: Any = ranks.group
-        if group not in _groups:
-            _groups[group] = _Group(ranks, device)
-        self._group = _groups[group]
+        by_device = _groups.setdefault(group, {})
+        if device.type not in by_device:
+            by_device[device.type] = _Group(ranks, device)
+        self._group = by_device[device.type]
 
     def open(self) -> None:
         """Allocates memory that ranks share; all ranks must call it.

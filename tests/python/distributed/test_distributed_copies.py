@@ -3,6 +3,7 @@ memory of GPUs: the same cases as over messages, bitwise equal."""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from dataclasses import replace
@@ -46,6 +47,24 @@ def both(group, case: Case, method: str, layout: str) -> bool:
     finally:
         del os.environ["TILEWISE_DISTRIBUTED_TRANSPORT"]
     return all(np.array_equal(expected[n], again[n]) for again in got for n in expected)
+
+
+def test_state_of_a_group_belongs_to_one_type_of_device_and_ends_with_the_group():
+    from tilewise.distributed.copies import Copies, _groups
+    from tilewise.distributed.ranks import Ranks
+
+    class Group:
+        """Stands for a process group, of which the state only needs the identity."""
+
+    group, before = Group(), len(_groups)
+    cpu, meta, again = (
+        Copies(Ranks(group, 0, 1), torch.device(name))._group for name in ("cpu", "meta", "cpu")
+    )
+    assert cpu is again and cpu is not meta
+    assert cpu.ranks == Ranks(group, 0, 1)
+    del group
+    gc.collect()
+    assert len(_groups) == before
 
 
 @pytest.mark.parametrize("world", [2, 4])
