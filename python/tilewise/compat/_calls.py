@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tilewise import _check, _ops, _plain
-from tilewise._check import MAX_HEAD_DIM
+from tilewise._check import max_head_dim
 from tilewise._kvcache_torch import index_tensor
 from tilewise._options import WANT_K, WANT_Q, WANT_V, Options
 from tilewise._request import Request
-from tilewise._torch import as_array, check_tensors, score_options
+from tilewise._torch import as_array, check_tensors, draw_dropout_state, score_options
 
 
 def maybe_contiguous(x):
@@ -171,7 +171,7 @@ def new_dropout_state(dropout_p: float, device: torch.device) -> Optional[Tensor
     """
     if _check.dropout(scalar(dropout_p)) == 0.0:
         return None
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    return draw_dropout_state(device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -246,9 +246,9 @@ def _probe(q: Tensor, k: Tensor, options: Options, max_seqlen_k: int) -> Tensor:
         rows = torch.arange(k.shape[0], device=k.device)
         starts = options.cu_seqlens_k.to(torch.int64)
         key = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
-    parts = []
-    for first in range(0, max_seqlen_k, MAX_HEAD_DIM):
-        columns = torch.arange(first, min(first + MAX_HEAD_DIM, max_seqlen_k), device=k.device)
+    parts, widest = [], max_head_dim(q.device.type)
+    for first in range(0, max_seqlen_k, widest):
+        columns = torch.arange(first, min(first + widest, max_seqlen_k), device=k.device)
         units = (key.unsqueeze(-1) == columns).to(q.dtype)
         shape = (*k.shape[:-1], columns.numel())
         values = units.unsqueeze(-2).expand(shape)  # [..., rows, heads, columns]

@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 import compat_reference as reference  # noqa: E402
 import devices  # noqa: E402
 from compat_reference import assert_as_good, check_against  # noqa: E402
+from tilewise import _check  # noqa: E402
+from tilewise.compat import _calls  # noqa: E402
 from tilewise.compat import flash_attn as fa  # noqa: E402
 from tilewise.compat.flash_attn import flash_attn_interface as interface  # noqa: E402
 
@@ -187,6 +189,23 @@ def test_return_values():
         *packed, starts, starts_k, 7, 9, 0.0, 0.25, False
     )
     assert out.shape == (14, 4, 16) and lse.shape == (4, 14)
+
+
+def test_returned_mask_needs_no_wider_heads_than_the_device_has(monkeypatch):
+    """It is computed with values of as many columns as there are keys, a part of them at a time."""
+    attend, widths = _calls.attend, []
+
+    def recorded(q, k, v, options):
+        widths.append(v.shape[-1])
+        return attend(q, k, v, options)
+
+    for limit in ("MAX_HEAD_DIM", "_MAX_HEAD_DIM_CUDA"):
+        monkeypatch.setattr(_check, limit, 64)
+    monkeypatch.setattr(_calls, "attend", recorded)
+    q, k, v = inputs(1, 4, 100, 1, 1, 16, torch.float32)
+    _, _, mask = fa.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+    assert mask.shape == (1, 1, 4, 100)
+    assert widths == [64, 36] * 2
 
 
 @pytest.mark.parametrize("band", ["full", "causal", "local"])
