@@ -207,7 +207,9 @@ def _describe_torch(
 
     from . import _kvcache_torch, _torch
 
-    with torch.random.fork_rng(enabled=bool(request.dropout_p)):
+    # Without a list of devices, the generators of all GPUs would be saved, with a warning.
+    drawn_on = [q.device] if getattr(q, "is_cuda", False) else []
+    with torch.random.fork_rng(drawn_on, enabled=bool(request.dropout_p)):
         if isinstance(problem, _Cached):
             layout = problem.cache_layout
             v = _latent.values_of(_torch.as_array("k_cache", k), v, layout.head_dim_v)

@@ -185,6 +185,21 @@ def test_explain_does_not_advance_random_generators():
     assert np.array_equal(np.random.rand(3), wanted)
 
 
+def test_explain_saves_no_generator_of_another_device(monkeypatch):
+    """PyTorch saves those of all GPUs if it is not told which, and warns that it does."""
+    saved = []
+    fork_rng = torch.random.fork_rng
+
+    def recorded(devices=None, **options):
+        saved.append(devices)
+        return fork_rng(devices, **options)
+
+    monkeypatch.setattr(torch.random, "fork_rng", recorded)
+    q = torch.zeros(1, 4, 1, 8)
+    tilewise.explain(q, q, q, dropout_p=0.5)
+    assert saved == [[]]
+
+
 def test_explain_of_cuda_tensors_without_kernels_gives_the_reason():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
