@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from . import _abi
+from . import _abi, _check
 from ._library import c_library
 
 
@@ -51,9 +51,11 @@ def last_index_error(device: int = 0) -> IndexFault | None:
         The fault, or None if there was none.
 
     Raises:
+        TypeError: device is not an integer.
         ValueError: there is no such GPU.
         NotImplementedError: there is no GPU at all, or this build has no CUDA.
     """
+    device = _check.integer("device", device, "an integer, the index of a GPU")
     library = c_library()
     error = _abi.sized(_abi.IndexFault)
     _abi.check(library, library.tilewise_last_index_error(device, ctypes.byref(error)))

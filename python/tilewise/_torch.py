@@ -311,7 +311,7 @@ def _autocast(
     if not isinstance(q, Tensor) or not autocasts(q.device.type):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
-    if bias is not None and bias.is_floating_point() and bias.dtype != torch.float32:
+    if isinstance(bias, Tensor) and bias.is_floating_point() and bias.dtype != torch.float32:
         bias = bias.to(dtype)
     return _lower(q, dtype), _lower(k, dtype), _lower(v, dtype), bias
 

@@ -165,6 +165,16 @@ def test_attention_refuses_tensors(changes, error, words):
         dense(tensor, **changes)
 
 
+def test_last_index_error_refuses_what_is_no_index():
+    with pytest.raises(TypeError, match=r"device is device\(type='cpu'\), but must be an integer"):
+        tilewise.last_index_error(torch.device("cpu"))
+
+
+def test_autocast_refuses_an_array_as_bias():
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="bias is a ndarray"):
+        dense(tensor, bias=array(5, 7))
+
+
 ARRAYS = [
     (dict(q=array(2, 5, 4, 8, dtype=np.float64)), TypeError, "q has dtype float64"),
     (
