@@ -109,7 +109,8 @@ class Engine:
         self.places = max_running + max_waiting
         self.model, self.tokenizer = model, tokenizer
         self.context = self.pool.capacity  # largest number of tokens of a sequence
-        positions = getattr(model.config, "max_position_embeddings", None)
+        text_config = model.config.get_text_config()  # of a model that also reads images or audio
+        positions = getattr(text_config, "max_position_embeddings", None)
         if positions:
             self.context = min(self.context, positions)
         self.vocabulary = model.get_input_embeddings().num_embeddings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise import _check
 
 MAX_LOGPROBS = 20  # alternatives to a token
+_STOP_TOKEN_IDS = "a tuple of integers or None"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,12 @@ class SamplingParams:
             raise (ValueError if strings else TypeError)(
                 f"stop is {self.stop!r}, but must be a sequence of non-empty strings"
             )
+        if not isinstance(self.stop_token_ids, (Collection, type(None))):
+            raise TypeError(
+                f"stop_token_ids is {self.stop_token_ids!r}, but must be {_STOP_TOKEN_IDS}"
+            )
         for token in self.stop_token_ids or ():
-            _check.integer("stop_token_ids", token, "integers")
+            _check.integer("stop_token_ids", token, _STOP_TOKEN_IDS)
         self._check_cuts_and_penalties()
 
     def _check_cuts_and_penalties(self) -> None:

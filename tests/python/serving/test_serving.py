@@ -340,12 +340,13 @@ def test_prompts_as_tensors_and_invalid_prompts(answers):
         (dict(seed=1.5), "an integer or None"),
         (dict(stop=5), "a sequence of non-empty strings"),
         (dict(stop=["x", 5]), "a sequence of non-empty strings"),
-        (dict(stop_token_ids=("a",)), "integers"),
+        (dict(stop_token_ids=("a",)), "a tuple of integers or None"),
+        (dict(stop_token_ids=5), "a tuple of integers or None"),
     ],
 )
 def test_parameters_of_the_wrong_type(wrong, allowed):
     ((name, value),) = wrong.items()
-    said = value[0] if name == "stop_token_ids" else value
+    said = value[0] if isinstance(value, tuple) else value
     with pytest.raises(TypeError, match=re.escape(f"{name} is {said!r}, but must be {allowed}")):
         SamplingParams(**wrong)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ def test_models_that_would_be_served_incorrectly_are_refused(kind: str, sentence
         with pytest.raises(ValueError, match=rf"model is a {kind}ForCausalLM, .*{sentence}"):
             engine(model)
         assert torch.equal(model(prompt).logits, before), "the model is unchanged"
+
+
+def test_context_is_that_of_the_text_model(monkeypatch):
+    """A model that also reads images or audio has the sizes of its text model in a config of its
+    own."""
+    model = tiny_llama.make()
+    text = copy.deepcopy(model.config)
+    text.max_position_embeddings = 64
+    monkeypatch.setattr(type(model.config), "get_text_config", lambda *_args, **_options: text)
+    del model.config.max_position_embeddings
+    assert engine(model).context == 64
 
 
 def test_models_that_ignore_position_ids_are_refused(monkeypatch):
