@@ -7,6 +7,7 @@ from earlier calls would hide what this one needs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -55,16 +56,20 @@ def measure(jobs: Sequence[dict[str, Any]], threads: int) -> Iterator[int | None
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert child.stdin is not None and child.stdout is not None
+    ended = False
     try:
         for job in jobs:
             line = ""
-            if child.poll() is None:
-                child.stdin.write(json.dumps(job) + "\n")
-                child.stdin.flush()
-                line = child.stdout.readline()
-            yield int(line) if line.strip() else None
+            if not ended:
+                with contextlib.suppress(OSError):  # it has died before it could read the job
+                    child.stdin.write(json.dumps(job) + "\n")
+                    child.stdin.flush()
+                    line = child.stdout.readline()
+            ended = not line.strip()
+            yield None if ended else int(line)
     finally:
-        child.stdin.close()
+        with contextlib.suppress(OSError):
+            child.stdin.close()
         child.kill()
         child.wait()
         child.stdout.close()

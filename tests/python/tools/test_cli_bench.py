@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from paths import ROOT
 
 torch = pytest.importorskip("torch")
 
-from tilewise.cli import cost, timing  # noqa: E402
+from tilewise.cli import cost, memory, timing  # noqa: E402
 from tilewise.cli.command import main  # noqa: E402
 from tilewise.cli.contestants import ATTEND, ON_DEVICE, Problem, prepare  # noqa: E402
 
@@ -107,6 +108,34 @@ def test_bench_skips_problems_that_exceed_memory(monkeypatch):
     monkeypatch.setattr("tilewise.cli.memory.available", lambda: 10_000)
     rows = cost.measure(Problem(length=64), [64], ["tilewise", "naive"], seconds=0.01, memory=False)
     assert "rate" in rows[0] and "GB of score matrices" in rows[1]["left_out"]
+
+
+def test_peak_memory_is_unknown_after_the_measuring_process_has_died(monkeypatch):
+    """The operating system may end it while it reads a job, or between two jobs."""
+
+    class Child:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.stdin, self.stdout, self.jobs = self, io.StringIO("7\n"), 0
+
+        def write(self, _line: str) -> None:
+            self.jobs += 1
+
+        def flush(self) -> None:
+            if self.jobs > 1:
+                raise BrokenPipeError
+
+        close = flush
+
+        def poll(self) -> None:
+            """It seems to run."""
+
+        def kill(self) -> None:
+            pass
+
+        wait = kill
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    assert [*memory.measure([{}, {}, {}], 1)] == [7, None, None]
 
 
 @pytest.mark.parametrize(
