@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _ops
-from ._autograd import is_transformed
+from ._autograd import below_autograd, is_transformed
 from ._autograd import register as register_autograd
 from ._fold import one_by_one
 from ._options import OPTION_COUNT, TENSOR_COUNT, Options, has_lse_low
@@ -45,7 +45,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Results:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return torch.ops.tilewise.forward_max_logits(*arguments)
 
     @staticmethod

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import _check
 from .._torch import as_array
 from .agreement import Description, agree
 from .ranks import Ranks, all_gather, eager, ranks_of, reduce_scatter, sum_dtype
@@ -287,6 +288,4 @@ def unshard(
 
 
 def _size(size: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"size is {size!r}, but must be an integer of at least 0")
-    return size
+    return _check.count("size", size, 0)

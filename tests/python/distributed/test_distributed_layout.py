@@ -138,7 +138,7 @@ def test_bad_arguments():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="layout is 'ring', but must be 'zigzag' or 'contiguous'"):
         td.shard(x, 0, layout="ring")
-    with pytest.raises(ValueError, match="size is -1, but must be an integer of at least 0"):
+    with pytest.raises(ValueError, match="size is -1, but must be >= 0"):
         td.positions(-1, layout="zigzag")
     with pytest.raises(ValueError, match="x has 4 rows in dimension 0 on rank 0, but layout"):
         td.unshard(x, 0, layout="zigzag", size=5)
