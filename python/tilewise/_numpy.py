@@ -9,6 +9,7 @@ bits.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ._requirements import require
@@ -334,10 +335,12 @@ def _scale(scale: Any, head_dim: int) -> float:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def _workspace(size: int) -> tuple[Array, int]:
-    """Memory for a launch, and the first aligned address in it."""
-    memory = np.empty(size + _WORKSPACE_ALIGNMENT, dtype=np.uint8)
-    return memory, memory.ctypes.data + (-memory.ctypes.data) % _WORKSPACE_ALIGNMENT
+def launch(function: Any, structs: Sequence[Any], workspace_bytes: int) -> None:
+    """Calls a pass of the C library on its structs, with an aligned workspace of this size."""
+    memory = np.empty(workspace_bytes + _WORKSPACE_ALIGNMENT, dtype=np.uint8)
+    address = memory.ctypes.data + (-memory.ctypes.data) % _WORKSPACE_ALIGNMENT
+    status = function(*map(ctypes.byref, structs), address, workspace_bytes)
+    _abi.check(c_library(), status)
 
 
 def _new_rows(shape: tuple[int, ...], dtype: Any, heads_first: bool) -> Array:
@@ -368,7 +371,5 @@ def _forward(problem: _Problem) -> tuple[Array, Array]:
     lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=np.float32)
     _describe.set_output(a, view(out), view(lse))
     size = _describe.plan(library, a, None).workspace_bytes
-    memory, address = _workspace(size)
-    _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
-    del memory  # kept until here, because the library writes to it
+    launch(library.tilewise_forward, [a], size)
     return (out.swapaxes(1, 2) if problem.heads_first else out), lse

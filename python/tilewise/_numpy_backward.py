@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 from ._requirements import require
@@ -75,9 +74,7 @@ def _lse_low(problem: _numpy._Problem, lse: Array) -> Array:
     _describe.set_output(a, _numpy.view(out), _numpy.view(recomputed))
     a.lse_low = low.ctypes.data
     size = _describe.plan(library, a, None).workspace_bytes
-    memory, address = _numpy._workspace(size)
-    _abi.check(library, library.tilewise_forward(ctypes.byref(a), address, size))
-    del memory  # kept until here, because the library writes to it
+    _numpy.launch(library.tilewise_forward, [a], size)
     return np.where(recomputed == lse, low, np.float32(0))
 
 
@@ -188,8 +185,5 @@ def _backward(call: Differentiated, dout: Any, dlse: Any) -> Gradients:
     library = c_library()
     a, results = call.attention, call.gradient_arrays(dout, dlse)
     size = _describe.plan(library, a, results.struct).workspace_bytes
-    memory, address = _numpy._workspace(size)
-    status = library.tilewise_backward(ctypes.byref(a), ctypes.byref(results.struct), address, size)
-    _abi.check(library, status)
-    del memory  # kept until here, because the library writes to it
+    _numpy.launch(library.tilewise_backward, [a, results.struct], size)
     return results.gradients()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 from ._requirements import require
@@ -169,32 +168,23 @@ class _Call(Differentiated):
             t.dlse = view.pointer
             t.dlse_stride_batch, t.dlse_stride_head = _describe.lse_strides(view)
 
-    def workspace(self, gradients: Any) -> tuple[Array, int, int]:
-        """The memory, the aligned address in it and the size of a launch."""
+    def workspace_bytes(self, gradients: Any) -> int:
+        """The size of the workspace of ``second``, or of ``jvp`` if there are no gradients."""
         info = _describe.plan(c_library(), self.attention, gradients, self.tangents)
-        return (*_numpy._workspace(info.workspace_bytes), info.workspace_bytes)
+        return int(info.workspace_bytes)
 
     def jvp(self) -> tuple[Array, Array]:
-        library = c_library()
         out = self.problem.new_out()
         lse = np.empty(self.like_lse.shape, dtype=np.float32)
         self.tangents.out = _describe.rows(_numpy.view(out), self.varlen_q)
         self.set_lse_tangent(_numpy.view(lse))
-        memory, address, size = self.workspace(None)
-        status = library.tilewise_jvp(
-            ctypes.byref(self.attention), ctypes.byref(self.tangents), address, size
-        )
-        _abi.check(library, status)
-        del memory  # kept until here, because the library writes to it
+        structs = [self.attention, self.tangents]
+        _numpy.launch(c_library().tilewise_jvp, structs, self.workspace_bytes(None))
         return (out.swapaxes(1, 2) if self.first else out), lse
 
     def second(self, dout: Any, dlse: Any) -> Gradients:
-        library, results = c_library(), self.gradient_arrays(dout, dlse)
-        memory, address, size = self.workspace(results.struct)
-        status = library.tilewise_second(
-            ctypes.byref(self.attention), ctypes.byref(self.tangents),
-            ctypes.byref(results.struct), address, size,
-        )  # fmt: skip
-        _abi.check(library, status)
-        del memory  # kept until here, because the library writes to it
+        results = self.gradient_arrays(dout, dlse)
+        structs = [self.attention, self.tangents, results.struct]
+        size = self.workspace_bytes(results.struct)
+        _numpy.launch(c_library().tilewise_second, structs, size)
         return results.gradients()

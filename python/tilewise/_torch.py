@@ -223,11 +223,11 @@ def score_options(q: Tensor, batch: int, request: Request) -> _ops.Options:
                 "alibi_slopes requires a gradient, but none is defined for it; pass "
                 "alibi_slopes.detach(), or a bias computed from the slopes"
             )
-        slopes = _dense(slopes)
+        slopes = _contiguous_float32(slopes)
     if sinks is not None:
         _check_float("sinks", sinks, q)
         _check.shape("sinks", sinks, (heads,), "one logit per query head")
-        sinks = _dense(sinks)
+        sinks = _contiguous_float32(sinks)
     shard = request.shard
     check_int32("diagonal", shard.diagonal, (batch,), q)
     dropout_state = shard.dropout_state
@@ -414,7 +414,7 @@ def _scale(scale: Any, head_dim: int, q: Tensor) -> tuple[float, Tensor | None]:
     return _check.scale_number(scale), None
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _contiguous_float32(tensor: Tensor) -> Tensor:
     return contiguous_columns(tensor.to(torch.float32))
 
 

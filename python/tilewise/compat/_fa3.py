@@ -344,12 +344,7 @@ def _check_bound(rows: Tensor, max_rows: int) -> None:
     """
     if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
         return
-    longest = int(rows.max())
-    if longest > max_rows:
-        raise ValueError(
-            f"max_seqlen_q is {max_rows}, but a sequence has {longest} queries: it must be at "
-            "least that"
-        )
+    _cache.check_max_rows(max_rows, int(rows.max()))
 
 
 def _attend_cache_chunks(

@@ -362,7 +362,7 @@ def plan_of(rows: int, which: int) -> int:
     if which == _abi.SECOND:
         for name in ("dout", "dq", "dk", "dv"):
             setattr(gradients, name, _describe.rows(call.keep(q), False))
-    return call.workspace(gradients if which == _abi.SECOND else None)[2]
+    return call.workspace_bytes(gradients if which == _abi.SECOND else None)
 
 
 @pytest.mark.abi("cpu", "cuda")

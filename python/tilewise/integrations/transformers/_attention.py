@@ -15,7 +15,7 @@ from tilewise._request import Request
 
 from .._bool_masks import as_blocks
 from .._masks import as_bias
-from ._compact import Band, CompactMask
+from ._compact import CAUSAL, FULL, Band, CompactMask
 from ._packing import packed_boundaries, values_are_unavailable
 
 # Arguments that change the result in a way that this function does not support.
@@ -32,7 +32,6 @@ _RELEVANT = frozenset(
         "sinks",
     )
 )
-_CAUSAL, _FULL = Band(True), Band(False)
 
 
 def attention(
@@ -285,7 +284,7 @@ def _refuse(module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> N
 
 def _band(causal: bool, sliding_window: int | None) -> Band:
     if sliding_window is None:
-        return _CAUSAL if causal else _FULL
+        return CAUSAL if causal else FULL
     return Band(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
@@ -338,7 +337,7 @@ def _masked(
         k, v = k[:, : seen.shape[-1]], v[:, : seen.shape[-1]]
         bias = _sum(bias, as_bias("attention_mask", seen, q))
     elif mask.dim() == 4:
-        band = _FULL
+        band = FULL
         _check_dense_mask(mask, q, k)
         if mask.dtype == torch.bool and mask.shape[2:] == (q.shape[1], k.shape[1]):
             blocks = (

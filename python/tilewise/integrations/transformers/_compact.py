@@ -39,6 +39,9 @@ class Band(NamedTuple):
     window: Window = UNBOUNDED
 
 
+CAUSAL, FULL = Band(True), Band(False)
+
+
 class Terms(NamedTuple):
     """The description of a mask without tensors and shape, for which graphs are specialised."""
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import masking_utils
 
 from .._masks import prefers_masks
-from ._compact import Band, CompactMask, Terms
+from ._compact import CAUSAL, FULL, Band, CompactMask, Terms
 from ._packing import begin_forward, values_are_unavailable
 from ._ranges import View, captured, ranges_of
-
-_CAUSAL, _FULL = Band(True), Band(False)
 
 
 class Pattern(NamedTuple):
@@ -116,7 +114,7 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     parts: dict[str, Tensor] = {}  # tensors of the CompactMask
     end: int | Tensor | None = None  # end of the keys that the last row may see; None: all keys
     aligned = not isinstance(q_offset, Tensor) and q_offset + rows == kv_offset + keys
-    if band != _FULL and not aligned:
+    if band != FULL and not aligned:
         end = q_offset + rows - kv_offset
         if not band.causal or not (isinstance(end, Tensor) or 0 <= end <= keys):
             return None  # the last row sees later keys, or its position is not among the keys
@@ -157,7 +155,7 @@ def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Ten
     if arrays is None or arrays[0].nbytes >= math.prod(shape) * dtype.itemsize:
         return None  # no ranges, or more bytes of them than of the dense mask
     entries, first = (torch.from_numpy(array).to(device) for array in arrays)
-    terms = Terms(_FULL, dtype, device, torch.finfo(dtype).min)
+    terms = Terms(FULL, dtype, device, torch.finfo(dtype).min)
     return CompactMask(shape, terms, entries=entries, first=first)
 
 
@@ -181,7 +179,7 @@ def _pattern_by_flags(
     if not (causal or bidirectional):
         return None
     if local_size is None:
-        return Pattern(_CAUSAL if causal else _FULL)
+        return Pattern(CAUSAL if causal else FULL)
     if local_size == getattr(config, "attention_chunk_size", None):
         return None
     if local_size != getattr(config, "sliding_window", None):
@@ -192,9 +190,9 @@ def _pattern_by_flags(
 def _pattern(function: Any) -> Pattern | None:
     """The pattern of a mask function, or None if it needs a dense mask."""
     if function is masking_utils.causal_mask_function:
-        return Pattern(_CAUSAL)
+        return Pattern(CAUSAL)
     if function is masking_utils.bidirectional_mask_function:
-        return Pattern(_FULL)
+        return Pattern(FULL)
     parts = captured(function, "and_masks.<locals>.and_mask").get("mask_functions")
     if parts is None or len(parts) != 2:
         return None
@@ -256,7 +254,7 @@ class Reach(NamedTuple):
 
     def spans(self, rows: int, band: Band) -> Tensor:
         in_use = torch.full_like(self.end, rows)
-        if band != _FULL:  # rows after the last key are padding as well
+        if band != FULL:  # rows after the last key are padding as well
             in_use = (rows - (self.limit - self.end)).clamp(min=0)
         return torch.stack([self.first, self.end, in_use]).to(torch.int32)
 

@@ -101,15 +101,15 @@ class _Sequence(NamedTuple):
             return trapezoid(self.rows, self.keys, high=0)
         if function is masking_utils.bidirectional_mask_function:
             return trapezoid(self.rows, self.keys)
-        if of := captured(function, "sliding_window_overlay.<locals>.inner_mask"):
-            return trapezoid(self.rows, self.keys, low=1 - of["sliding_window"])
-        if of := captured(function, "sliding_window_bidirectional_overlay.<locals>.inner_mask"):
-            size = of["sliding_window"]
+        if found := captured(function, "sliding_window_overlay.<locals>.inner_mask"):
+            return trapezoid(self.rows, self.keys, low=1 - found["sliding_window"])
+        if found := captured(function, "sliding_window_bidirectional_overlay.<locals>.inner_mask"):
+            size = found["sliding_window"]
             return trapezoid(self.rows, self.keys, low=-size, high=size)
-        if of := captured(function, "and_masks.<locals>.and_mask"):
-            return self._of_all(of["mask_functions"])
-        if of := captured(function, "or_masks.<locals>.or_mask"):
-            return np.concatenate([self.trapezoids(part) for part in of["mask_functions"]])
+        if found := captured(function, "and_masks.<locals>.and_mask"):
+            return self._of_all(found["mask_functions"])
+        if found := captured(function, "or_masks.<locals>.or_mask"):
+            return np.concatenate([self.trapezoids(part) for part in found["mask_functions"]])
         remapped = captured(function, "remap_positions_for_packed_sequence.<locals>.inner_mask")
         if remapped:
             return self._at(remapped["position_ids"]).trapezoids(remapped["mask_function"])
@@ -119,8 +119,8 @@ class _Sequence(NamedTuple):
         """The trapezoids of functions that must all show a pair."""
         packed = self.packed
         for function in functions:
-            if of := captured(function, "packed_sequence_mask_function.<locals>.inner_mask"):
-                packed = self._numbers(of["packed_sequence_mask"])
+            if found := captured(function, "packed_sequence_mask_function.<locals>.inner_mask"):
+                packed = self._numbers(found["packed_sequence_mask"])
         within = self._replace(packed=packed)
         return _common([within.trapezoids(function) for function in functions])
 
@@ -140,21 +140,21 @@ class _Sequence(NamedTuple):
 
     def _of_groups(self, function: Any) -> Set:
         """The trapezoids of a function that shows the pairs of tokens with the same number."""
-        if of := captured(function, "packed_sequence_mask_function.<locals>.inner_mask"):
-            return _of_equal(*_runs(self._numbers(of["packed_sequence_mask"])))
-        if of := captured(function, "blockwise_overlay.<locals>.inner_mask"):
-            numbers = self._numbers(of["block_sequence_ids"])
+        if found := captured(function, "packed_sequence_mask_function.<locals>.inner_mask"):
+            return _of_equal(*_runs(self._numbers(found["packed_sequence_mask"])))
+        if found := captured(function, "blockwise_overlay.<locals>.inner_mask"):
+            numbers = self._numbers(found["block_sequence_ids"])
             if self.position is not None:
                 numbers = _taken(numbers, self.position)
             spans, groups = self._groups(numbers)
             in_span = numbers[spans[:, 0]] >= 0
             return _of_equal(spans[in_span], groups[in_span])
-        if of := captured(function, "chunked_overlay.<locals>.inner_mask"):
+        if found := captured(function, "chunked_overlay.<locals>.inner_mask"):
             position = self.position
             if position is None:
                 position = np.arange(max(self.rows[1], self.keys[1]))
-            first = int(of["left_padding"][self.number])
-            return _of_equal(*self._groups((position - first) // of["chunk_size"]))
+            first = int(found["left_padding"][self.number])
+            return _of_equal(*self._groups((position - first) // found["chunk_size"]))
         raise _UnknownFunctionError
 
     def _groups(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
