@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._options import WANT_K, WANT_Q, WANT_V, Options, out_dtype_of
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums, of_heads
-from .exchange import Exchange, Room, Transport, overlapped, rows_first
+from .exchange import BufferShape, Exchange, Transport, overlapped, rows_first
 from .keys import Call, KeyPlan, Sums, flop_of, groups_of, place
 from .layout import length
 from .ranks import Ranks, sum_dtype
@@ -141,14 +141,17 @@ class AllGather:
         """Starts to send the gradients of the keys of all calls to their ranks."""
         plan = self._plan
         rows = sum(s.parts * (s.rows[1] - s.rows[0]) for s in plan.sums)
-        rooms = self._transport.rooms(
-            [Room((1, rows, *shape), plan.most_parts, like.dtype) for shape in shapes], like.device
+        buffers = self._transport.receive_buffers(
+            [BufferShape((1, rows, *shape), plan.most_parts, like.dtype) for shape in shapes],
+            like.device,
         )
         for begin, end in plan.gaps:
-            for x in rooms.tensors:
+            for x in buffers.tensors:
                 x[0, begin:end] = 0
         what = "the gradients of k and v"
-        return self._transport.send(plan.scatter, sent, rooms, what), [x[0] for x in rooms.tensors]
+        return self._transport.send(plan.scatter, sent, buffers, what), [
+            x[0] for x in buffers.tensors
+        ]
 
     def _keys(self, call: Call) -> slice:
         begin = place(self._plan.intervals, call.span.begin)

@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Piece, Published, Room, Rooms, Table, Views
+from .exchange import BufferShape, Exchange, Piece, Published, ReceiveBuffers, Table, Views
 from .ranks import Ranks
 
-_ALIGNMENT = 512
-_GRAIN = 2**21
-_VIEWS = 10000
+_ALIGNMENT = 512  # bytes, of a tensor in shared memory
+_GRAIN = 2**21  # bytes; memory is allocated in multiples of them
+_VIEWS = 10000  # of which a memory keeps at most so many
 _SLOTS = 3  # results of a step are read while those of the next two are written
 
 
@@ -172,11 +172,13 @@ class Copies:
         group.published.barrier()
         return _PublishedCopies(group, table, begins, what)
 
-    def rooms(self, rooms: Sequence[Room], _device: torch.device) -> Rooms:
+    def receive_buffers(
+        self, shapes: Sequence[BufferShape], _device: torch.device
+    ) -> ReceiveBuffers:
         """See ``Transport``."""
         group = self._group
-        parts = [x.most * math.prod(x.shape[2:]) * x.dtype.itemsize for x in rooms]
-        sizes = [_aligned(x.shape[0] * part) for x, part in zip(rooms, parts, strict=True)]
+        parts = [x.most * math.prod(x.shape[2:]) * x.dtype.itemsize for x in shapes]
+        sizes = [_aligned(x.shape[0] * part) for x, part in zip(shapes, parts, strict=True)]
         slot = sum(sizes)
         if not group.results.of_ranks or group.results.of_ranks[0].numel() < _SLOTS * slot:
             group.results = group.grown(group.results, _SLOTS * slot)
@@ -184,15 +186,17 @@ class Copies:
         begin = group.slot * capacity
         group.slot = (group.slot + 1) % _SLOTS
         tensors, begins = [], []
-        for x, part, size in zip(rooms, parts, sizes, strict=True):
+        for x, part, size in zip(shapes, parts, sizes, strict=True):
             shape = (x.shape[0], x.most, *x.shape[2:])
             whole = group.results.view(group.ranks.rank, begin, shape, x.dtype)
             tensors.append(whole[:, : x.shape[1]])
             begins += [begin + i * part for i in range(x.shape[0])]
             begin += size
-        return Rooms(tensors, begins)
+        return ReceiveBuffers(tensors, begins)
 
-    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
+    def send(
+        self, table: Table, sent: Sequence[Tensor], buffers: ReceiveBuffers, what: str
+    ) -> Exchange:
         """See ``Transport``."""
         group, copies = self._group, list[Copy]()
         sources = [(x.data_ptr(), _row_bytes(x)) for x in sent]
@@ -200,11 +204,11 @@ class Copies:
             base = group.results.addresses[peer]
             for p in pieces:
                 source, row = sources[p.source]
-                target = base + rooms.begins[p.target] + p.at * row
+                target = base + buffers.begins[p.target] + p.at * row
                 if row:
                     copies.append((target, source + p.begin * row, p.rows * row))
         works = group.sends.run(copies)
-        return _Arrival(works, (tuple(sent), rooms), group, what)
+        return _Arrival(works, (tuple(sent), buffers), group, what)
 
 
 class _PublishedCopies:

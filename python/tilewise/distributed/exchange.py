@@ -63,8 +63,8 @@ class Exchange:
         self._works, self._kept = [], ()
 
 
-class Room(NamedTuple):
-    """The shape [parts, rows, ...] and the dtype of a receiving tensor, with this rank's number of
+class BufferShape(NamedTuple):
+    """The shape [parts, rows, ...] and the dtype of a receive buffer, with this rank's number of
     rows; ``most`` is the largest number of rows of any rank.
     """
 
@@ -73,8 +73,10 @@ class Room(NamedTuple):
     dtype: torch.dtype
 
 
-class Rooms(NamedTuple):
-    """Tensors that receive, and where their parts begin, in bytes, in memory that ranks share."""
+class ReceiveBuffers(NamedTuple):
+    """Tensors that receive pieces. In memory that ranks share, ``begins`` has the byte at which
+    each of their parts begins.
+    """
 
     tensors: list[Tensor]
     begins: list[int]
@@ -99,11 +101,15 @@ class Transport(Protocol):
     ) -> Published:
         """Publishes the tensors of all steps; `most`: for each, the most rows that a rank has."""
 
-    def rooms(self, rooms: Sequence[Room], device: torch.device) -> Rooms:
+    def receive_buffers(
+        self, shapes: Sequence[BufferShape], device: torch.device
+    ) -> ReceiveBuffers:
         """Tensors in which the next ``send`` receives; valid until the second ``send`` after it."""
 
-    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
-        """Starts to send tensors [rows, ...], and to receive in the parts of the rooms."""
+    def send(
+        self, table: Table, sent: Sequence[Tensor], buffers: ReceiveBuffers, what: str
+    ) -> Exchange:
+        """Starts to send tensors [rows, ...], and to receive in the parts of the buffers."""
 
 
 def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -123,13 +129,18 @@ class Messages:
         """See ``Transport``."""
         return _PublishedMessages(self._ranks, table, views, what)
 
-    def rooms(self, rooms: Sequence[Room], device: torch.device) -> Rooms:
+    def receive_buffers(
+        self, shapes: Sequence[BufferShape], device: torch.device
+    ) -> ReceiveBuffers:
         """See ``Transport``."""
-        return Rooms([torch.empty(x.shape, dtype=x.dtype, device=device) for x in rooms], [])
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in shapes]
+        return ReceiveBuffers(tensors, [])
 
-    def send(self, table: Table, sent: Sequence[Tensor], rooms: Rooms, what: str) -> Exchange:
+    def send(
+        self, table: Table, sent: Sequence[Tensor], buffers: ReceiveBuffers, what: str
+    ) -> Exchange:
         """See ``Transport``."""
-        return start(table, sent, parts_of(rooms.tensors), self._ranks, what)
+        return start(table, sent, parts_of(buffers.tensors), self._ranks, what)
 
 
 class _PublishedMessages:

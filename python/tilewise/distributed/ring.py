@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _abi, _torch
 from .._options import WANT_K, WANT_Q, WANT_SINKS, WANT_V, Options, out_dtype_of
 from .core import Gradients, Local, Result, add_bias, add_of_heads, no_sums
-from .exchange import Exchange, Messages, Piece, Rooms, Table, overlapped, rows_first
+from .exchange import Exchange, Messages, Piece, ReceiveBuffers, Table, overlapped, rows_first
 from .keys import Meeting
 from .layout import Runs, length
 from .ranks import Ranks
@@ -53,8 +53,8 @@ class Ring:
             return [pieces if peer == other else () for other in range(self._ranks.world)]
 
         table = Table(tuple(all_of(sent, to)), tuple(all_of(received, source)))
-        rooms = Rooms([x.unsqueeze(0) for x in received], [])
-        return Messages(self._ranks).send(table, sent, rooms, what)
+        buffers = ReceiveBuffers([x.unsqueeze(0) for x in received], [])
+        return Messages(self._ranks).send(table, sent, buffers, what)
 
     def _loader(self, k: Tensor, v: Tensor, what: str) -> Any:
         """Starts to receive the keys and values of a step: [B, keys, heads, columns]."""

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from .._options import WANT_K, WANT_Q, WANT_V, Options
 from .core import Gradients, Method, Result, add_of_heads, no_sums, of_heads
 from .exchange import (
+    BufferShape,
     Exchange,
     Messages,
     Piece,
-    Room,
     Table,
     Transport,
     overlapped,
@@ -136,18 +136,20 @@ class Unpacked:
         if plan.repeated:
             self._whole = torch.zeros_like(self._whole, dtype=sum_dtype(dtype))
 
-    def rooms(self, group: int, most: int) -> list[Room]:
-        """The rooms for the group's heads of each rank: [rank, rows, B, heads, columns], or one
-        for each rank.
+    def buffer_shapes(self, group: int, most: int) -> list[BufferShape]:
+        """The receive buffer of the group's heads of all ranks, [rank, rows, B, heads, columns], or
+        one for each rank, [1, rows, B, heads, columns].
         """
         batch, rows, _, columns = self._whole.shape
         counts = [len(heads) for heads in self._plan.heads[group]]
         if each := self._plan.regular:
-            return [Room((len(counts), rows, batch, each, columns), most, self._dtype)]
-        return [Room((1, rows, batch, count, columns), most, self._dtype) for count in counts]
+            return [BufferShape((len(counts), rows, batch, each, columns), most, self._dtype)]
+        return [
+            BufferShape((1, rows, batch, count, columns), most, self._dtype) for count in counts
+        ]
 
     def take(self, group: int, received: Sequence[Tensor]) -> None:
-        """Takes what the rooms have received."""
+        """Takes what the buffers have received."""
         whole, groups = self._whole, len(self._plan.heads)
         if each := self._plan.regular:
             (x,) = received
@@ -261,17 +263,19 @@ class Ulysses:
         targets: Sequence[Unpacked | None], what: str,
     ) -> tuple[Exchange, list[list[Tensor]]]:  # fmt: skip
         """Starts to send heads back to the ranks of their rows; returns what targets receive."""
-        sent, rooms, used = [], [], []
+        sent, shapes, used = [], [], []
         for x, target, of_ranks in zip(results, targets, runs, strict=True):
             if target is not None and x is not None:
                 sent.append(rows_first(x))
-                rooms.append(target.rooms(group, max(map(length, of_ranks))))
+                shapes.append(target.buffer_shapes(group, max(map(length, of_ranks))))
                 used.append(of_ranks)
         table = tables(self._ranks.rank, tuple(used))[1]
-        received = self._transport.rooms([r for rs in rooms for r in rs], sent[0].device)
+        received = self._transport.receive_buffers(
+            [x for each in shapes for x in each], sent[0].device
+        )
         exchange = self._transport.send(table, sent, received, what)
         tensors = iter(received.tensors)
-        return exchange, [[next(tensors) for _ in rs] for rs in rooms]
+        return exchange, [[next(tensors) for _ in each] for each in shapes]
 
     def _own(self, plan: HeadPlan, group: int) -> tuple[int, int]:
         own = plan.heads[group][self._ranks.rank]
@@ -419,9 +423,9 @@ class BiasToHeads(torch.autograd.Function):
         ranks, rows, plan, (batch, heads, own, keys) = ctx.plan
         target = Unpacked((batch, own, heads, keys), dbias.dtype, dbias.device, plan)
         transport = Messages(ranks)
-        rooms = transport.rooms(target.rooms(0, own), dbias.device)
+        buffers = transport.receive_buffers(target.buffer_shapes(0, own), dbias.device)
         sent = dbias.permute(2, 0, 1, 3).contiguous()
         table = tables(ranks.rank, (rows,))[1]
-        transport.send(table, [sent], rooms, "the gradient of bias").wait()
-        target.take(0, rooms.tensors)
+        transport.send(table, [sent], buffers, "the gradient of bias").wait()
+        target.take(0, buffers.tensors)
         return target.result().transpose(1, 2), None, None
