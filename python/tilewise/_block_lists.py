@@ -51,6 +51,10 @@ def build(strip: Strip, batch: int, heads: int, rows: int, keys: int) -> Lists:
 
 
 def _entries(tile: Array, keys: int, known: dict[bytes, int]) -> Iterator[list[int]]:
+    """Yields [key block, next key block, index of its bits or -1] of each visible block of a strip.
+
+    The bits of partial blocks that are new are added to ``known``, whose values are their indices.
+    """
     rows, width = tile.shape[0], blocks_of(keys) * BLOCK
     padded = np.zeros((BLOCK, width), bool)
     padded[:rows, :keys] = tile

@@ -232,7 +232,7 @@ def max_head_dim(device: str) -> int:
 
 
 def head_dim(name: str, value: Any, allowed: str = "an integer") -> int:
-    """The columns of a head, which the argument or the term of arguments `name` gives.
+    """A head dimension that the kernels have; `name` is the argument or expression it is from.
 
     Raises:
         TypeError: the value is not an integer.

@@ -6,13 +6,14 @@ With ``_Forward`` of ``_ops`` they close the derivatives of attention up to the 
 function              its reverse mode          its forward mode
 ====================  ========================  ===========================================
 ``_Forward``          ``Backward``              ``Jvp``
-``Backward``          ``Jvp`` and ``Second``    ``Second``, ``Backward`` if only dout moves
+``Backward``          ``Jvp`` and ``Second``    ``Second``, or ``Backward`` (see below)
 ``Jvp``               ``Second``, ``Backward``  refused
 ``Second``            refused                   refused
 ====================  ========================  ===========================================
 
-All derivatives are total: the arguments out and lse depend on the other arguments, so nothing flows
-through them.
+The forward mode of ``Backward`` is ``Backward`` itself if only dout and dlse have tangents, because
+it is linear in these. All derivatives are total: the arguments out and lse depend on the other
+arguments, so nothing flows through them.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ _TENSOR_OPTIONS = tuple(Options._fields.index(name) for name in ("bias", "sinks"
 _SLOPES = Options._fields.index("alibi_slopes")
 
 
-class Places(NamedTuple):
-    """Where an operator has its arguments: q (before k and v), lse, the six tangents, options."""
+class ArgumentPositions(NamedTuple):
+    """The positions of an operator's arguments: q (before k and v), lse, the first option, and the
+    first of the six tangents; -1 for what it does not take.
+    """
 
     q: int
     lse: int
@@ -66,10 +69,10 @@ class Places(NamedTuple):
         return self.options + _SLOPES
 
 
-FORWARD = Places(q=0, lse=-1, options=3)
-_BACKWARD = Places(q=2, lse=6, options=7)
-_JVP = Places(q=0, lse=4, options=5 + TANGENT_COUNT, tangents=5)
-_SECOND = Places(q=0, lse=4, options=7 + TANGENT_COUNT + 4, tangents=7)
+FORWARD = ArgumentPositions(q=0, lse=-1, options=3)
+_BACKWARD = ArgumentPositions(q=2, lse=6, options=7)
+_JVP = ArgumentPositions(q=0, lse=4, options=5 + TANGENT_COUNT, tangents=5)
+_SECOND = ArgumentPositions(q=0, lse=4, options=7 + TANGENT_COUNT + 4, tangents=7)
 
 
 def bits_of(flags: Iterable[bool]) -> int:
@@ -77,7 +80,7 @@ def bits_of(flags: Iterable[bool]) -> int:
     return sum(bit for bit, flag in zip(WANT_BITS, flags, strict=True) if flag)
 
 
-def wanted_of(needs: tuple[bool, ...], at: Places) -> int:
+def wanted_of(needs: tuple[bool, ...], at: ArgumentPositions) -> int:
     """The WANT bits of the arguments that need a gradient."""
     if needs[at.slopes]:
         raise RuntimeError(
@@ -87,7 +90,7 @@ def wanted_of(needs: tuple[bool, ...], at: Places) -> int:
     return bits_of(needs[i] for i in at.differentiable)
 
 
-def tangents_of(given: Tensors, at: Places) -> Tensors:
+def tangents_of(given: Tensors, at: ArgumentPositions) -> Tensors:
     """The six tangents among those of all arguments; None stands for zeros."""
     if given[at.slopes] is not None:
         raise RuntimeError(
@@ -216,7 +219,7 @@ def _check_second_order(k: Tensor, options: Options) -> None:
 # which is always correct.
 
 
-def _vmap_rule(call: Any, at: Places) -> Any:
+def _vmap_rule(call: Any, at: ArgumentPositions) -> Any:
     """The rule of an operator: all tensors before its options but lse have a batch first."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -243,7 +246,7 @@ def _vmap_rule(call: Any, at: Places) -> Any:
     return rule
 
 
-def _is_summed(args: tuple[Any, ...], at: Places) -> bool:
+def _is_summed(args: tuple[Any, ...], at: ArgumentPositions) -> bool:
     """Whether the bias, the sinks or the scale has a tangent, or gets a gradient."""
     if args[at.options + OPTION_COUNT :] and args[-1] & (WANT_BIAS | WANT_SINKS | WANT_SCALE):
         return True
@@ -291,14 +294,14 @@ class Backward(torch.autograd.Function):
         (dout, dlse, *state), options = _saved(ctx, _BACKWARD)
         wanted, q = ctx.numbers[-1], state[0]
         tangents = tangents_of(given, _BACKWARD)
-        dout_moves, dlse_moves = given[:2]
+        dout_tangent, dlse_tangent = given[:2]
         if all(x is None for x in tangents):
-            dout_moves = torch.zeros_like(dout) if dout_moves is None else dout_moves
-            return call_backward(*_columns((dout_moves, dlse_moves)), *state, *options, wanted)
+            dout_tangent = torch.zeros_like(dout) if dout_tangent is None else dout_tangent
+            return call_backward(*_columns((dout_tangent, dlse_tangent)), *state, *options, wanted)
         out_tangents = given[_BACKWARD.lse - 1], _plain_lse(given[_BACKWARD.lse], q)
         if any(x is None for x in out_tangents):
             out_tangents = call_jvp(state, tangents, options)
-        cotangents = (dout_moves, dlse_moves, dout, dlse)
+        cotangents = (dout_tangent, dlse_tangent, dout, dlse)
         return _call_second(state, out_tangents, tangents, cotangents, options, wanted)
 
     @staticmethod
@@ -375,7 +378,9 @@ class Second(torch.autograd.Function):
         return _vmap_rule(partial(_call, Second, torch.ops.tilewise.second), _SECOND)(*arguments)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], at: Places, leading: tuple[Tensor, ...] = ()) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], at: ArgumentPositions, leading: tuple[Tensor, ...] = ()
+) -> None:
     """Saves the leading tensors and the inputs for both modes; ``_saved`` gives them back."""
     ctx.set_materialize_grads(False)
     count = at.options + TENSOR_COUNT
@@ -385,7 +390,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], at: Places, leading: tuple[Tensor, 
     ctx.numbers = inputs[count:]
 
 
-def _saved(ctx: Any, at: Places, leading: int = 0) -> tuple[tuple[Any, ...], Options]:
+def _saved(ctx: Any, at: ArgumentPositions, leading: int = 0) -> tuple[tuple[Any, ...], Options]:
     """The saved tensors before the options, and the options."""
     tensors, end = ctx.saved_tensors, at.options + leading
     numbers = ctx.numbers[: OPTION_COUNT - TENSOR_COUNT]

@@ -35,6 +35,7 @@ def fold(tensor: Tensor, dim: int | None, count: int) -> Tensor:
 
 
 def fold_lse(lse: Tensor, dim: int | None, count: int, rank_of_q: int) -> Tensor:
+    """``fold`` of lse, whose batch comes second if it is the pair (lse, lse_low)."""
     if lse.dim() - (dim is not None) < rank_of_q:
         return fold(lse, dim, count)
     front = (
@@ -44,10 +45,15 @@ def fold_lse(lse: Tensor, dim: int | None, count: int, rank_of_q: int) -> Tensor
 
 
 def unfold(tensor: Tensor, count: int) -> Tensor:
+    """[count, batch, ...] from [count * batch, ...]."""
     return tensor.unflatten(0, (count, tensor.shape[0] // count))
 
 
 def fold_options(options: Options, dims: tuple[int | None, ...], count: int, batch: int) -> Options:
+    """The options of the folded problem of count * batch sequences, for options that are foldable.
+
+    ``dims`` are the mapped dimensions of the options; None for those that all elements share.
+    """
     by_name = dict(zip(Options._fields, dims, strict=True))
     bias, slopes = options.bias, options.alibi_slopes
     if bias is not None:
@@ -67,6 +73,7 @@ def fold_options(options: Options, dims: tuple[int | None, ...], count: int, bat
 
 
 def one_by_one(call: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """The rule of vmap that makes one call per element and stacks the results."""
     calls = []
     for i in range(info.batch_size):
         picked = [

@@ -262,11 +262,11 @@ def _attend(
     given = _check_arrays(q, k_cache, v_cache, new.lengths, request.bias, layout, appends)
     q, k_cache, v_cache, batch, arrays = given
     lengths, rotated = arrays.get("seqused_k"), q
-    turned = q  # the columns of q that a rotation begins with
+    q_to_rotate = q  # in a latent cache, the columns of q after those of the values
     if appends:
         if columns > 0:
             k = _numpy.as_array("k", new.k)
-            (turned, k_cache, v_cache), new = _latent.divided(q, k_cache, new, k, columns)
+            (q_to_rotate, k_cache, v_cache), new = _latent.split_append(q, k_cache, new, k, columns)
         new = _check_new_rows(new, q, k_cache, v_cache, batch)._replace(lengths=lengths)
         count = np.int32(new.k.shape[1]) if new.cu_seqlens is None else np.diff(new.cu_seqlens)
         arrays["seqused_k"] = np.asarray(lengths) + count
@@ -288,13 +288,13 @@ def _attend(
         if appends and request.mask is not None:
             given.check_entries(request.mask)
         if appends:
-            written = (turned, rotated[..., columns:], k_cache, v_cache)
+            written = (q_to_rotate, rotated[..., columns:], k_cache, v_cache)
             _append(written, new, arrays, problem.attention)
         out, lse = _numpy._forward(attended)
         results = (out, lse) if max_logits is None else (out, lse, max_logits)
         return _results_like(given, *results) if selects else results
     except ValueError as error:
-        _raise_of_entries(problem.attention, lengths, arrays, new)
+        _raise_entry_error(problem.attention, lengths, arrays, new)
         raise ValueError(in_python(str(error))) from None
 
 
@@ -359,10 +359,13 @@ def _owners(given: _Arrays) -> Array:
     return np.searchsorted(starts, np.arange(lead[0]), side="right") - 1
 
 
-def _raise_of_entries(
+def _raise_entry_error(
     a: Any, lengths: Array | None, arrays: dict[str, Array], new: NewKeys
 ) -> None:
-    """Repeats the library's checks of entries, whose rules it counts otherwise than the caller."""
+    """Raises the error of the first bad entry, if any, in terms of the caller's arguments.
+
+    The library's own sentence is about lengths after the append; the caller gave those before it.
+    """
     table, starts = arrays.get("block_table"), arrays.get("cu_seqlens_q")
     capacity = a.seqlen_k if table is None else a.block_table_width * a.page_size
     packed = [] if starts is None else [("cu_seqlens_q", starts.tolist(), a.seqlen_q)]

@@ -355,7 +355,7 @@ def checked(
     new = _indices_of(new._replace(lengths=options.seqused_k), batch, q.device)
     appended, columns = (q, k_cache, v_cache), layout.head_dim_v or 0
     if columns > 0 and new.k is not None:
-        appended, new = _latent.divided(q, k_cache, new, as_array("k", new.k), columns)
+        appended, new = _latent.split_append(q, k_cache, new, as_array("k", new.k), columns)
     if _check.flag("check", layout.check):
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -401,7 +401,7 @@ def _raise_in_python(
 ) -> NoReturn:
     """Raises the error with the names of Python's arguments."""
     if appended[0].device.type == "cpu" and _plain.is_eager():
-        _raise_of_entries(appended, options, new)
+        _raise_entry_error(appended, options, new)
     raise ValueError(in_python(str(error))) from None
 
 
@@ -470,10 +470,13 @@ def _owners(q: Tensor, starts: Tensor | None) -> Tensor:
     return torch.searchsorted(starts, numbers, right=True) - 1
 
 
-def _raise_of_entries(
+def _raise_entry_error(
     appended: tuple[Tensor, Tensor, Tensor], options: Options, new: NewKeys
 ) -> None:
-    """Repeats the library's checks of entries, whose rules it counts otherwise than the caller."""
+    """Raises the error of the first bad entry, if any, in terms of the caller's arguments.
+
+    The library's own sentence is about lengths after the append; the caller gave those before it.
+    """
     try:
         check_entries(_entries(*appended, options, new))
     except ValueError as error:

@@ -56,13 +56,17 @@ def check_one_tensor(head_dim_v: int | None, v_cache: Any, v: Any, v_descale: An
             )
 
 
-def divided(
+def split_append(
     q: Any, k_cache: Any, new: NewKeys, k: Any, head_dim_v: int
 ) -> tuple[tuple[Any, Any, Any], NewKeys]:
-    """((q, k_cache, v_cache), new) of an append to two caches that writes each column once.
+    """The append to a latent cache as an append to a cache of keys and one of values.
 
-    As values, which are not rotated, it has the first head_dim_v columns of k_cache and of the new
-    keys k, and as keys the columns after them, with which a rotation begins.
+    The values are the first head_dim_v columns of k_cache and of the new keys k, and are not
+    rotated. The keys are the columns after them, with which a rotation begins. Each column is
+    written once.
+
+    Returns:
+        ((q, k_cache, v_cache), new), with the columns after the values of q.
     """
     rows: tuple[int | None, ...] = (None, None) if new.cu_seqlens is None else (None,)
     meaning = "new keys with the heads and columns of k_cache"

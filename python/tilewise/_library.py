@@ -104,7 +104,7 @@ def c_library() -> ctypes.CDLL:
         raise _load_error(path, error) from None
     _check_abi(path, library)
     _abi.declare(library)
-    _proofs.pass_on(library, path)
+    _proofs.apply_records(library, path)
     return library
 
 

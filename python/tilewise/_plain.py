@@ -136,7 +136,7 @@ def indexed(
     else:
         left, right = window_bounds(causal, window)
     try:
-        with below_autograd():
+        with below_autograd():  # the options are positional, in the order of Options
             return _general(
                 q, k, v, None, None, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 block_table, kv_batch_idx, leftpad_k, None, None, None, None, None, None,

@@ -98,10 +98,10 @@ def driver_release(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return found[1] if found else None
 
 
-def tell(library: ctypes.CDLL, record: Record, head_dims: Sequence[int]) -> None:
-    """Has the library use the family on the record's GPU, with the tiles of these head dimensions.
+def set_proof(library: ctypes.CDLL, record: Record, head_dims: Sequence[int]) -> None:
+    """Turns the record's family on for its GPU, for the tiles of these head dimensions.
 
-    Without head dimensions it stops using the family there.
+    Without head dimensions it turns the family off there.
     """
     proof = _abi.sized(_abi.Proof)
     proof.sm, proof.driver = record.sm, record.cuda
@@ -111,8 +111,8 @@ def tell(library: ctypes.CDLL, record: Record, head_dims: Sequence[int]) -> None
     _abi.check(library, library.tilewise_set_proof(ctypes.byref(proof)))
 
 
-def pass_on(library: ctypes.CDLL, path: Path) -> None:
-    """Tells a library that has just been loaded from `path` what its records say.
+def apply_records(library: ctypes.CDLL, path: Path) -> None:
+    """Turns families on in a library that was loaded from `path`, where records allow it.
 
     A record that the library refuses, because it is of another version, is left out.
     """
@@ -124,6 +124,6 @@ def pass_on(library: ctypes.CDLL, path: Path) -> None:
         if not record.is_of(*this):
             continue
         try:
-            tell(library, record, record.head_dims)
+            set_proof(library, record, record.head_dims)
         except (ImportError, ValueError, TypeError, AttributeError):
             continue

@@ -87,7 +87,7 @@ def targets() -> list[Target]:
     """The families to prove, each with the first GPU of every kind that can run it.
 
     To find out whether a GPU can run a family, it is turned on for a moment. That replaces what the
-    library knew from the records, so they are passed on again afterwards.
+    library knew from the records, so they are applied again afterwards.
     """
     library, cuda = c_library(), cuda_version()
     found: dict[tuple[str, str, int], Target] = {}
@@ -95,12 +95,12 @@ def targets() -> list[Target]:
         for family in families():
             name, sm = device["name"], device["sm"]
             probe = Record(family, name, sm, cuda, None, "", "", "", True)
-            _proofs.tell(library, probe, (64,))
+            _proofs.set_proof(library, probe, (64,))
             plan = gpu.plan(device["index"], "bfloat16", 64, "plain", _abi.FORWARD)
-            _proofs.tell(library, probe, ())
+            _proofs.set_proof(library, probe, ())
             if plan["kernel"].startswith(family):
                 found.setdefault((family, name, sm), Target(family, device["index"], name, sm))
-    _proofs.pass_on(library, system.library_path())
+    _proofs.apply_records(library, system.library_path())
     return list(found.values())
 
 
@@ -189,7 +189,7 @@ def prove(target: Target, *, quiet: bool) -> Record:
         (outcome.faster or []) if passed else [], outcome.timings,
     )  # fmt: skip
     _proofs.add(record)
-    _proofs.tell(c_library(), record, record.head_dims)
+    _proofs.set_proof(c_library(), record, record.head_dims)
     return record
 
 

@@ -172,7 +172,7 @@ class Checks:
 
     def use(self, on: bool) -> None:
         """Has the planner use the family, or leave it alone."""
-        _proofs.tell(c_library(), self.record, HEAD_DIMS if on else ())
+        _proofs.set_proof(c_library(), self.record, HEAD_DIMS if on else ())
 
     def launch(self, problem: Problem) -> Launch:
         """The problem, with the family on.
