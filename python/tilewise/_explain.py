@@ -22,7 +22,17 @@ _PLACEHOLDER_ADDRESS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel that one pass will run, its sizes, and the reason for the choice."""
+    """The kernel that one pass will run, its sizes, and the reason for the choice.
+
+    Attributes:
+        kernel: Its name, such as "cpu.avx512_bf16.forward.bf16".
+        why: One line: why this kernel, and why not the faster one.
+        tile_q: Query rows of a tile.
+        tile_k: Keys of a tile.
+        splits: Splits of the keys; in a backward on a CPU, chunks of keys.
+        threads: Tasks that may run at a time on a CPU; 0 on a GPU.
+        workspace_bytes: Memory that a launch needs besides its tensors.
+    """
 
     kernel: str
     why: str
@@ -35,7 +45,8 @@ class Plan:
     def __str__(self) -> str:
         parts = [f"{self.kernel}", f"tiles {self.tile_q} x {self.tile_k}"]
         parts += [f"{self.splits} key splits"] if self.splits > 1 else []
-        parts += [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
+        if self.threads > 0:
+            parts += [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
         parts += [f"workspace {self.workspace_bytes:,} bytes"]
         return f"{', '.join(parts)}; {self.why}"
 
@@ -44,14 +55,19 @@ class Plan:
 class Explanation:
     """The plans of the passes of one call. For a pass that cannot run, a sentence says why.
 
-    ``jvp`` computes the tangents of forward mode and ``second`` the gradients through them; neither
-    is printed.
+    Attributes:
+        problem: The dtype, device, sizes and options in words.
+        forward: The plan of the forward.
+        backward: The plan of the backward.
+        mask: How many tiles the mask and the band leave; "" without a mask.
+        jvp: The plan for the tangents of forward mode; not printed.
+        second: The plan for the gradients through these tangents; not printed.
     """
 
     problem: str
     forward: Plan | str
     backward: Plan | str
-    mask: str = ""  # how many tiles the mask and the band leave; "" without a mask
+    mask: str = ""
     jvp: Plan | str = ""
     second: Plan | str = ""
 

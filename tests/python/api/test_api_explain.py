@@ -63,6 +63,13 @@ def test_explain_counts_torch_threads():
         torch.set_num_threads(threads)
 
 
+def test_a_plan_for_a_gpu_says_nothing_of_threads_of_the_host():
+    plan = tilewise.Plan("cuda.simt.forward.fp32", "no tensor cores", 64, 32, 1, 0, 1024)
+    assert str(plan) == (
+        "cuda.simt.forward.fp32, tiles 64 x 32, workspace 1,024 bytes; no tensor cores"
+    )
+
+
 def test_explain_agrees_for_tensors_and_arrays():
     q, bias = torch.zeros(1, 30, 2, 16), torch.zeros(2, 1, 30)
     options = dict(window=(3, 0), softcap=2.0, dropout_p=0.5, deterministic=True)
