@@ -249,7 +249,10 @@ class MHA(nn.Module):
             )
         window_size = window_of(window_size)
         if (use_alibi or window_size != (-1, -1)) and not use_flash_attn:
-            raise ValueError("use_alibi and window_size need use_flash_attn=True")
+            raise ValueError(
+                f"use_alibi is {use_alibi} and window_size is {window_size}, but without "
+                "use_flash_attn=True they must be False and (-1, -1)"
+            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads_kv
@@ -352,15 +355,21 @@ class MHA(nn.Module):
             if max_seqlen is None:
                 raise ValueError("max_seqlen is None, but must be given with cu_seqlens")
             if key_padding_mask is not None:
-                raise ValueError("key_padding_mask cannot be given with cu_seqlens")
+                raise ValueError("key_padding_mask is given, but must be None with cu_seqlens")
             if not self.use_flash_attn:
-                raise ValueError("cu_seqlens needs use_flash_attn=True")
+                raise ValueError("cu_seqlens is given, but must be None with use_flash_attn=False")
         if key_padding_mask is not None and self.use_flash_attn:
-            raise ValueError("key_padding_mask needs use_flash_attn=False")
-        if inference is not None and (cu_seqlens is not None or key_padding_mask is not None):
-            raise ValueError("inference_params excludes cu_seqlens and key_padding_mask")
-        if not self.cross_attn and (x_kv is not None or mixer_subset is not None):
-            raise ValueError("x_kv and mixer_subset need cross_attn=True")
+            raise ValueError("key_padding_mask is given, but must be None with use_flash_attn=True")
+        refused: list[tuple[str, object, str]] = []
+        if inference is not None:
+            given = (("cu_seqlens", cu_seqlens), ("key_padding_mask", key_padding_mask))
+            refused += [(name, value, "inference_params") for name, value in given]
+        if not self.cross_attn:
+            given = (("x_kv", x_kv), ("mixer_subset", mixer_subset))
+            refused += [(name, value, "cross_attn=False") for name, value in given]
+        for name, value, beside in refused:
+            if value is not None:
+                raise ValueError(f"{name} is given, but must be None with {beside}")
 
     def _project(self, x, x_kv, mixer_subset):
         """The projections q [..., S, Hq, D] and kv [..., Sk, 2, Hkv, D]."""
