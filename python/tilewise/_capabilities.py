@@ -18,7 +18,17 @@ OWN_TABLE = {"cuda.simt": 0, "cuda.wgmma": 901, "cuda.tcgen05": 1001}
 class Kernel:
     """One row of the support matrix: a kernel family for one dtype.
 
-    ``requires`` says what its instructions need and, for CUDA, which GPUs this build has code for.
+    Attributes:
+        name: The name of the family, such as "cpu.avx2" or "cuda.mma_sync".
+        device: "cpu" or "cuda".
+        dtype: The dtype of q: "float32", "float16", "bfloat16" or "float8_e4m3fn".
+        max_head_dim: The largest head dimension of q and k, and of v.
+        forward: Whether the family has a forward.
+        backward: Whether it has a backward.
+        available: Whether this machine can run it.
+        requires: What its instructions need and, for CUDA, which GPUs this build has code for.
+        jvp: Whether it computes the tangents of forward mode.
+        second: Whether it computes the gradients through these tangents.
     """
 
     name: str
@@ -29,8 +39,8 @@ class Kernel:
     backward: bool
     available: bool
     requires: str
-    jvp: bool = False  # the tangents of forward mode
-    second: bool = False  # the gradients through these tangents
+    jvp: bool = False
+    second: bool = False
 
 
 def capabilities() -> list[Kernel]:

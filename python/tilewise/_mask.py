@@ -17,10 +17,15 @@ from ._mask_fields import as_tensor, host, number
 
 
 class Mask:
-    """The base of ``Ranges``, ``Blocks`` and ``Tree``."""
+    """The base of ``Ranges``, ``Blocks`` and ``Tree``.
 
-    batch: int  # sequences of the mask; 1: the same mask for every sequence
-    heads: int  # 1: the same mask for every head
+    Attributes:
+        batch: Sequences of the mask; 1: the same mask for every sequence.
+        heads: Query heads of the mask; 1: the same mask for every head.
+    """
+
+    batch: int
+    heads: int
 
     _ARRAYS: tuple[str, ...] = ()
     _NUMBERS: tuple[str, ...] = ()
@@ -98,7 +103,10 @@ class Mask:
         return self.tiles(rows, keys)
 
     def to_bool(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Array:
-        """All pairs: bool [batch, heads, seqlen_q, seqlen_k]. For short sequences."""
+        """All pairs: bool [batch, heads, seqlen_q, seqlen_k]; the arguments are those of ``tiles``.
+
+        It takes memory for every pair, so it is for short sequences.
+        """
         rows, keys = self._shape(seqlen_q, seqlen_k)
         strip = self.on_host()._strip(keys)
         dense = np.zeros((self.batch, self.heads, rows, keys), bool)

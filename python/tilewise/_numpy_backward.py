@@ -20,7 +20,7 @@ from ._request import Request, Sequences
 class Gradients(NamedTuple):
     """Gradients of attention, each in the shape of its input; None for an option that is off."""
 
-    dq: Array
+    dq: Array  # in the dtype of q, as dk and dv
     dk: Array
     dv: Array
     dbias: Array | None  # float32

@@ -116,7 +116,10 @@ class Ranges(_Combining):
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int | None = None) -> Ranges:
-        """One causal rectangle, the same as ``causal=True``, to be joined with others by ``|``."""
+        """One causal rectangle, the same as ``causal=True``, to be joined with others by ``|``.
+
+        Without seqlen_k it has as many keys as rows. The last row sees up to the last key.
+        """
         rows = number("seqlen_q", seqlen_q)
         keys = rows if seqlen_k is None else number("seqlen_k", seqlen_k)
         return cls([[0, rows]], [[0, keys]], "causal")
@@ -144,7 +147,7 @@ class Ranges(_Combining):
         their own.
 
         Args:
-            lengths: int32 [batch].
+            lengths: int32 [batch], the keys of each prefix, from 0 to seqlen.
             seqlen: Rows and keys of every sequence.
         """
         prefix = host(int32("lengths", lengths, (None,), lengths))
@@ -158,7 +161,7 @@ class Ranges(_Combining):
         return mask.to(lengths.device) if is_tensor(lengths) else mask
 
     def blocks(self, seqlen_q: int, seqlen_k: int) -> Blocks:
-        """The same mask as ``Blocks``, for sequences of these lengths."""
+        """The same mask as ``Blocks``, for sequences of these lengths, which are at least 1."""
         rows, keys = number("seqlen_q", seqlen_q, 1), number("seqlen_k", seqlen_k, 1)
         return _from_strips(self.on_host()._strip(keys), self, rows, keys)
 
@@ -297,6 +300,8 @@ class Blocks(_Combining):
         self, first: Any, entries: Any, bits: Any, *, rows: int, keys: int, heads: int = 1
     ) -> None:
         """Makes a mask from its arrays; ``from_bool`` and ``from_flex`` compute them.
+
+        All arguments are those of the attributes: int32 tensors, arrays or lists, and numbers.
 
         Raises:
             TypeError: an argument has the wrong type or dtype.

@@ -175,7 +175,14 @@ class RotaryEmbedding(torch.nn.Module):
         self.sin.copy_(angle.sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotates x [batch, seqlen, heads, head_dim], whose rows have the positions 0, 1, ..."""
+        """Rotates x [batch, seqlen, heads, head_dim], whose rows have the positions 0, 1, ...
+
+        Returns:
+            The rotated tensor in the shape and dtype of x; it is computed in float32.
+
+        Raises:
+            ValueError: x has more rows than the tables have positions.
+        """
         rows = x.shape[1]
         if rows > self.cos.shape[0]:
             raise ValueError(
@@ -266,7 +273,10 @@ class MultiheadAttention(torch.nn.Module):
             self.rotary.reset_parameters()
 
     def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
-        """An empty cache for ``forward``, in the dtype and on the device of the projections."""
+        """An empty cache for ``forward``, in the dtype and on the device of the projections.
+
+        Its keys and values are [batch, capacity, num_kv_heads, head_dim].
+        """
         weight = self.k_proj.weight
         shape = (batch, capacity, self.num_kv_heads, self.head_dim)
         return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))

@@ -39,8 +39,9 @@ def attention(
     Args:
         q: Queries: [batch, rows of this rank, heads_q, head_dim], of a dtype of
             ``tilewise.attention``.
-        k: Keys; the whole sequence may have another number of keys than of rows.
-        v: Values.
+        k: Keys: [batch, keys of this rank, heads_kv, head_dim]. The whole sequence may have another
+            number of keys than of rows.
+        v: Values: [batch, keys of this rank, heads_kv, head_dim_v].
         group: A process group; None is the default group.
         mesh: A DeviceMesh of one dimension, instead of group; or of two, with the ranks of the
             group in row-major order: then the ranks of a row exchange heads ("ulysses"), and the
@@ -70,9 +71,9 @@ def attention(
             ranks, instead of this rank's part, which data-parallel reducers add up.
 
     Returns:
-        This rank's rows of out, in out_dtype; with return_lse also of lse, float32 [batch, heads_q,
-        rows]; with return_max_logits also max_logits, float32 [batch, heads_q], the same on all
-        ranks.
+        This rank's rows of out in the layout of q, with head_dim_v columns, in out_dtype; with
+        return_lse also of lse, float32 [batch, heads_q, rows of this rank]; with return_max_logits
+        also max_logits, float32 [batch, heads_q], the same on all ranks.
 
     Raises:
         NotImplementedError: a transform of torch.func is active, and there are several ranks.

@@ -70,9 +70,9 @@ def attention_with_kvcache(
     Args:
         q: [B, Sq, Hq, D], the same on all ranks.
         k_cache: [cache batch, capacity, Hkv, D], or pages with block_table: this rank's keys.
-        v_cache: The values of these keys.
+        v_cache: The values of these keys: the shape of k_cache, with Dv columns.
         k: New keys [B, Snew, Hkv, D] that are appended to the cache of this rank, or None.
-        v: The values of the new keys.
+        v: The values of the new keys: [B, Snew, Hkv, Dv].
         group: A process group; None is the default group.
         mesh: A DeviceMesh of one dimension, instead of group.
         cache_seqlens: int or integer [B]: keys in the cache of this rank.
@@ -86,7 +86,7 @@ def attention_with_kvcache(
         scale: Factor of q.k.
         softcap: Soft cap of scores.
         sinks: float32 [Hq], the same on all ranks; counted once.
-        num_splits: Number of key splits on each rank.
+        num_splits: Number of key splits on each rank; 0 chooses it by shape.
         return_lse: Whether lse is returned.
         tf32: Whether float32 operands may be rounded to TF32.
         check: Whether index tensors on a GPU are verified.
