@@ -10,43 +10,10 @@ from typing import Any
 import numpy as np
 
 from tilewise import _abi
+from tilewise._kvcache_numpy import KvAppend
 from tilewise._library import c_library
 
 from .device_memory import Gpu, Host
-
-_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class KvAppend(ctypes.Structure):
-    """The structure tilewise_kv_append of append.h."""
-
-    _fields_ = [
-        *_fields(ctypes.c_uint32, "struct_size"),
-        *_fields(ctypes.c_int32, "device device_index dtype"),
-        *_fields(_POINTER, "stream"),
-        *_fields(
-            _INT64,
-            "batch seqlen_q seqlen_new seqlen_k heads_q heads_kv head_dim head_dim_v",
-        ),
-        *_fields(_abi.Tensor, "q q_out k_new v_new k_cache v_cache"),
-        *_fields(_POINTER, "cache_seqlens cu_seqlens_q cu_seqlens_new rotary_seqlens block_table"),
-        *_fields(_INT64, "block_table_stride block_table_width page_size pages"),
-        *_fields(_POINTER, "kv_batch_idx"),
-        *_fields(_INT64, "kv_batch"),
-        *_fields(_POINTER, "leftpad_k rotary_cos rotary_sin"),
-        *_fields(_INT64, "rotary_rows rotary_dim"),
-        *_fields(ctypes.c_int32, "rotary_interleaved q_single_position"),
-        *_fields(_POINTER, "parallel"),
-        *_fields(ctypes.c_int32, "kv_float8 check"),
-        *_fields(_POINTER, "k_descale v_descale"),
-        *_fields(_INT64, "k_descale_stride_batch k_descale_stride_head"),
-        *_fields(_INT64, "v_descale_stride_batch v_descale_stride_head"),
-    ]
-
 
 BATCH, NEW, CAPACITY, HEADS, HEADS_KV, DIM, DIM_V = 3, 5, 96, 4, 2, 40, 24
 
