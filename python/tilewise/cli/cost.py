@@ -63,7 +63,7 @@ def _time(problem: Problem, backends: Sequence[str], seconds: float) -> list[dic
             try:
                 call(0)
             except RuntimeError as error:  # this backend does not support this problem
-                reason = str(error).strip().splitlines()[0]
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             else:
                 calls[name] = _synchronous(call, problem.device)
         if reason:

@@ -110,6 +110,15 @@ def test_bench_skips_problems_that_exceed_memory(monkeypatch):
     assert "rate" in rows[0] and "GB of score matrices" in rows[1]["left_out"]
 
 
+def test_bench_leaves_out_a_backend_that_raises_an_error_without_a_message(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setitem(ATTEND, "naive", refuse)
+    (row,) = cost.measure(Problem(length=64), [64], ["naive"], seconds=0.01, memory=False)
+    assert row["left_out"] == "NotImplementedError"
+
+
 def test_peak_memory_is_unknown_after_the_measuring_process_has_died(monkeypatch):
     """The operating system may end it while it reads a job, or between two jobs."""
 
