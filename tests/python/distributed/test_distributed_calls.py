@@ -446,10 +446,8 @@ def stop_before_the_backward(group):
 def test_a_rank_that_dies_before_the_backward():
     pool = Pool(2)
     try:
-        for pipe in pool.pipes:
-            pipe.send((stop_before_the_backward, 2, ()))
-        assert pool.pipes[0].poll(100), "rank 0 waits for a dead rank"
-        good, text = pool.pipes[0].recv()
+        pool.start([0, 1], 2, stop_before_the_backward)
+        good, text = pool.reply(0, wait=100)
         assert good and "rank 0 of 2 could not exchange k and v for the backward" in text
     finally:
         pool.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
 
+import distributed_ranks  # noqa: E402
 import tilewise.distributed as td  # noqa: E402
 from distributed_ranks import Pool  # noqa: E402
 from tilewise.distributed.layout import lengths, runs_of  # noqa: E402
@@ -157,9 +160,8 @@ def test_a_rank_that_died_is_a_sentence():
     pool = Pool(2)
     try:
         pool.kill(1)
-        pool.pipes[0].send((wait_for_the_dead, 2, ()))
-        assert pool.pipes[0].poll(100), "rank 0 waits for a dead rank"
-        good, text = pool.pipes[0].recv()
+        pool.start([0], 2, wait_for_the_dead)
+        good, text = pool.reply(0, wait=100)
         assert good and "rank 0 of 2 could not exchange its arguments: another rank" in text
         assert "gloo:" in text
     finally:
@@ -182,3 +184,16 @@ def test_rows_are_picked_and_put_back(index):
     one = Order(torch.tensor([0]), 1, torch.device("cpu"))
     x = torch.arange(32.0).view(32, 1).T  # whose one row has a stride of 1
     assert torch.equal(one.put(one.pick(x[None])), x[None])
+
+
+def slept(_group: object, seconds: float, answer: str) -> str:
+    time.sleep(seconds)
+    return answer
+
+
+def test_a_job_that_hangs_does_not_answer_the_next(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed_ranks, "WAIT", 0.1)
+        with pytest.raises(AssertionError, match="slept: rank=0 hangs"):
+            pool.run(2, slept, 0.5, "old")
+    assert pool.run(2, slept, 0.0, "new") == ["new", "new"]

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,12 +61,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, wait: float) -> 
         job = pipe.recv()
         if job is None:
             break
-        function, size, arguments = job
+        number, function, size, arguments = job
         faulthandler.dump_traceback_later(0.9 * WAIT)
         try:
-            pipe.send((True, function(groups[size], *arguments)))
+            pipe.send((number, True, function(groups[size], *arguments)))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((number, False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # without the shutdown of gloo, which may wait for a rank that was killed
 
@@ -87,6 +87,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor"])
         self.folder = tempfile.TemporaryDirectory()
+        self.job = 0, ""  # the number and the function of the last job
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
@@ -109,15 +110,33 @@ class Pool:
         """
         if size > len(self.pipes):
             pytest.skip(f"needs {size} ranks, but there are {len(self.pipes)}")
-        for pipe in self.pipes[:size]:
-            pipe.send((function, size, arguments))
-        replies = []
-        for rank, pipe in enumerate(self.pipes[:size]):
-            assert pipe.poll(WAIT), f"rank {rank} of {size} hangs in {function.__name__}"
-            replies.append(pipe.recv())
+        self.start(range(size), size, function, *arguments)
+        replies = [self.reply(rank) for rank in range(size)]
         failed = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(replies) if not good]
         assert not failed, "\n".join(failed)
         return [value for _, value in replies]
+
+    def start(
+        self, ranks: Iterable[int], size: int, function: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Sends a job of the group of that size to some of its ranks."""
+        self.job = self.job[0] + 1, function.__name__
+        for rank in ranks:
+            self.pipes[rank].send((self.job[0], function, size, arguments))
+
+    def reply(self, rank: int, wait: float | None = None) -> tuple[bool, Any]:
+        """(True, result) or (False, traceback) of the last job on a rank, within `wait` seconds or
+        WAIT. Replies to earlier jobs, which were given up, are dropped.
+        """
+        number, name = self.job
+        while True:
+            assert self.pipes[rank].poll(WAIT if wait is None else wait), f"{name}: {rank=} hangs"
+            try:
+                replied, good, value = self.pipes[rank].recv()
+            except EOFError:
+                raise AssertionError(f"{name}: the process of {rank=} has ended") from None
+            if replied == number:
+                return good, value
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
