@@ -342,6 +342,14 @@ def test_an_empty_window_is_not_an_unlimited_one(
         (lambda x: attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 4, x),
          "kv_seqlen is a Tensor, but must be a list of integers: pass kv_seqlen.tolist()"),
         (lambda x: attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([2], x, [3]), "kv_seqstarts"),
+        (lambda x: attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([2], [2.5], x[None], 4),
+         "kv_seqlen is [2.5], but must be a list of integers"),
+        (lambda x: attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(x, [2, 3], x[None], 4),
+         "q_seqlen is a Tensor"),
+        (lambda x: attn_bias.PagedBlockDiagonalGappyKeysMask.from_seqlens(
+            [2], [0.5], [3], x[None], 4), "kv_seqstarts is [0.5], but"),
+        (lambda x: attn_bias.PagedBlockDiagonalGappyKeysMask.from_seqlens(
+            [2], [0, 8], [3], x[None], 4), "kv_seqstarts has 2 entries, but must have 1"),
         (lambda x: attn_bias.BlockDiagonalMask.from_tensor_list([]), "list of tensors is empty"),
         (lambda x: attn_bias.BlockDiagonalMask.from_tensor_lists_qkv([], [x]), "list of tensors"),
     ],

@@ -126,12 +126,13 @@ class _GappySeqInfo(_SeqLenInfo):
     ) -> _GappySeqInfo:
         starts, lengths = list(seqstarts), list(seqlens)
         bounds = max(lengths, default=0), min(lengths, default=0)
+        count = len(lengths) if paged else len(lengths) + 1
+        if len(starts) != count:
+            raise ValueError(
+                f"kv_seqstarts has {len(starts)} entries, but must have {count}: the start of each "
+                f"sequence{'' if paged else ', and the number of keys'}"
+            )
         if paged:
             lengths = [first + length for first, length in zip(starts, lengths, strict=True)]
             starts.append(-1)
-        elif len(starts) != len(lengths) + 1:
-            raise ValueError(
-                f"kv_seqstarts has {len(starts)} entries, but must have {len(lengths) + 1}: the "
-                "start of each sequence, and the number of keys"
-            )
         return cls(_int32(starts, device), *bounds, starts, _int32(lengths, device), lengths)

@@ -3,6 +3,9 @@
 Each mask is a band (causal, a window, or everything), for equal lengths or, in the block-diagonal
 masks, for sequences that lie end to end in one batch row. Fields have the names that they have in
 xFormers.
+
+Lengths and starts of sequences are lists of integers that count rows or keys. ``device`` is where
+their tensors are made: None is CUDA if it is available, otherwise the CPU, as in xFormers.
 """
 
 from __future__ import annotations
@@ -439,6 +442,7 @@ class PagedBlockDiagonalPaddedKeysMask(_Paged):
         device: Device = None,
     ) -> Any:
         """The mask for the rows and the keys in use of each sequence."""
+        q_seqlen, kv_seqlen = integers("q_seqlen", q_seqlen), integers("kv_seqlen", kv_seqlen)
         _check_count(q_seqlen, kv_seqlen)
         slots = _PaddedSeqLenInfo.from_seqlens_padded(
             kv_seqlen, block_tables.shape[1] * page_size, device=device
@@ -467,7 +471,12 @@ class PagedBlockDiagonalGappyKeysMask(_Paged):
         *,
         device: Device = None,
     ) -> Any:
-        """kv_seqstarts counts from the first page of each sequence."""
+        """kv_seqstarts, one per sequence, counts keys from the first page of the sequence.
+
+        The device is by default that of block_tables.
+        """
+        q_seqlen, kv_seqlen = integers("q_seqlen", q_seqlen), integers("kv_seqlen", kv_seqlen)
+        kv_seqstarts = integers("kv_seqstarts", kv_seqstarts)
         _check_count(q_seqlen, kv_seqlen)
         device = block_tables.device if device is None else device
         return cls(
