@@ -47,6 +47,7 @@ def attention_backward(
         dlse: Gradient of lse, in its shape, float32; None is 0.
         dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
             seed that it had before the forward.
+        layout: As in the forward; it has no effect on packed sequences (cu_seqlens_q).
 
     Returns:
         Gradients: dq, dk and dv in the shapes and dtypes of q, k and v; dbias and dsinks (None

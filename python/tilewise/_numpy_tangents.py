@@ -50,6 +50,7 @@ def attention_jvp(
         lse: Result of the forward, float32.
         dropout_p: As in the forward. The bits come from NumPy's global generator, which needs the
             seed that it had before the forward.
+        layout: As in the forward; it has no effect on packed sequences (cu_seqlens_q).
 
     Returns:
         (out_tangent, lse_tangent) in the shapes and dtypes of out and lse. Rows that see no key
