@@ -124,6 +124,10 @@ class _Call(Differentiated):
         self.tangents = _abi.sized(_abi.Tangents)
 
     def set_tangents(self, given: Tangents) -> None:
+        if not isinstance(given, Tangents):
+            raise TypeError(
+                f"tangents is a {type(given).__name__}, but must be a tilewise.Tangents"
+            )
         t, problem = self.tangents, self.problem
         for name, like, varlen in (
             ("q", problem.q, self.varlen_q), ("k", problem.k, self.varlen_k),

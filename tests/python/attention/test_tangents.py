@@ -403,6 +403,8 @@ def test_explain_and_capabilities_name_both_passes():
 def test_refusals():
     q = np.zeros((1, 4, 2, 8), np.float32)
     out, lse = tilewise.attention(q, q, q, return_lse=True)
+    with pytest.raises(TypeError, match=r"tangents is a dict, but must be a tilewise.Tangents"):
+        tilewise.attention_jvp({"q": q}, q, q, q, out, lse)
     with pytest.raises(ValueError, match=r"tangents.bias is given, but bias is None"):
         tilewise.attention_jvp(Tangents(bias=q), q, q, q, out, lse)
     with pytest.raises(TypeError, match=r"tangents.q has dtype float64, but must be float32"):
