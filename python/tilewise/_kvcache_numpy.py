@@ -76,6 +76,7 @@ def _shares_memory(array: Array, value: Any) -> bool:
 def _cache(name: str, value: Any, writes: bool) -> Array:
     """The cache as a view of the caller's memory, because a copy would lose what is appended."""
     array = _numpy.as_array(name, value)
+    _check.shape(name, array, (None,) * 4, "[batch or pages, rows, heads_kv, head_dim]")
     if writes and not isinstance(value, np.ndarray) and not _shares_memory(array, value):
         raise TypeError(
             f"{name} is a {type(value).__name__}, which NumPy copies, but k and v must be written "
@@ -202,13 +203,13 @@ def _check_arrays(
     v_cache = _latent.values_of(k_cache, v_cache, layout.head_dim_v)
     v_cache = _cache("v_cache", v_cache, writes)
     q, _, _ = _numpy._check_arrays(q, k_cache, v_cache)
-    table, index = layout.block_table, layout.cache_batch_idx
+    table = _indices("block_table", layout.block_table, (None, None))
     starts = _indices("cu_seqlens_q", layout.cu_seqlens_q, (None,))
     if starts is not None and len(starts) < 1:
         raise ValueError("cu_seqlens_q is empty, but must be [batch + 1]")
     packed = None if starts is None else len(starts) - 1
     pool = layout.indices is not None and not writes
-    batch = check_cache(q, k_cache, v_cache, table, index, packed, pool)
+    batch = check_cache(q, k_cache, v_cache, table, layout.cache_batch_idx, packed, pool)
     if starts is not None:
         # The library checks them as well, but only after an append has written to the caches.
         check_starts("cu_seqlens_q", starts.tolist(), len(q))
@@ -217,7 +218,7 @@ def _check_arrays(
     for name, given, value, dims in (
         ("kv_batch_idx", "cache_batch_idx", layout.cache_batch_idx, (batch,)),
         ("leftpad_k", "cache_leftpad", layout.cache_leftpad, (batch,)),
-        ("block_table", "block_table", layout.block_table, (batch, None)),
+        ("block_table", "block_table", table, (batch, None)),
         ("cu_seqlens_q", "cu_seqlens_q", starts, (batch + 1,)),
     ):
         array = _indices(given, value, dims)

@@ -19,6 +19,10 @@ BAD = {
     "q heads": (dict(q=torch.randn(2, 2, 3, HEAD_DIM)), "q"),
     "q dtype": (dict(q=torch.randn(2, 2, 4, HEAD_DIM).half()), "k_cache"),
     "k alone": (dict(v=None), "v"),
+    "rotary_interleaved": (
+        dict(rotary_interleaved="yes"),
+        "rotary_interleaved is 'yes', but must be True or False",
+    ),
     "k shape": (dict(k=torch.randn(2, 2, 2, HEAD_DIM - 1)), "k has shape"),
     "k heads": (dict(k=torch.randn(2, 2, 1, HEAD_DIM)), "k has shape"),
     "k batch": (dict(k=torch.randn(1, 2, 2, HEAD_DIM)), "k has shape"),
