@@ -14,8 +14,8 @@ from ._check import is_tensor
 KINDS = ("full", "causal", "inverse_causal", "both")  # of ranges, numbered as in mask.h
 
 
-def number(name: str, value: Any, least: int = 0) -> int:
-    """The value as an int, which must be at least `least`."""
+def number(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
+    """The value as an int, which must be at least `least` and at most `most`."""
     try:
         checked = operator.index(value)
     except TypeError:
@@ -23,6 +23,8 @@ def number(name: str, value: Any, least: int = 0) -> int:
         raise TypeError(f"{name} is of type {kind}, but must be an integer") from None
     if checked < least:
         raise ValueError(f"{name} is {checked}, but must be at least {least}")
+    if most is not None and checked > most:
+        raise ValueError(f"{name} is {checked}, but must be at most {most}")
     return checked
 
 
@@ -74,8 +76,9 @@ def int32(name: str, value: Any, dims: Sequence[int | None], like: Any) -> Any:
         if not whole:
             raise TypeError(f"{name} has numbers that int32 cannot represent")
         array = np.asarray(given, dtype=np.int32, order="C")
-        if array.size == 0 and len(dims) > 1:
-            array = array.reshape([0 if dim is None else dim for dim in dims])
+        empty = [0 if dim is None else dim for dim in dims]
+        if array.size == 0 and len(dims) > 1 and 0 in empty:
+            array = array.reshape(empty)
     shape = tuple(array.shape)
     if len(shape) != len(dims) or any(d not in (None, n) for d, n in zip(dims, shape, strict=True)):
         wanted = ["n" if dim is None else dim for dim in dims]

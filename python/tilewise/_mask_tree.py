@@ -179,7 +179,7 @@ def _int64(bits: Any) -> Array:
         return np.ascontiguousarray(bits).view(np.int64)
     try:  # of objects, because NumPy would round numbers that are not integers
         array = np.array(bits, object)
-        numbers = [number("bits", x) for x in array.flat]
+        numbers = [number("bits", x, most=None) for x in array.flat]
         return np.array(numbers, np.uint64).reshape(array.shape).view(np.int64)
     except (OverflowError, ValueError, TypeError):
         raise ValueError(

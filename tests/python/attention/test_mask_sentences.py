@@ -55,6 +55,17 @@ def inputs():
         (lambda: masks.Ranges([], []).density(-1, 3), ValueError, "seqlen_q is -1"),
         (lambda: masks.Ranges([], []).plot(1, 1, head=1), ValueError, "head is 1, but must be"),
         (lambda: masks.Blocks([0], [], [], rows=0, keys=3), ValueError, "rows is 0, but must be"),
+        (
+            lambda: masks.Ranges([[0, 2]], []),
+            ValueError,
+            r"key_ranges has shape \[0\], but must be \[1, 2\]",
+        ),
+        (
+            lambda: masks.Ranges.prefixes(np.array([1], np.int32), 2**70),
+            ValueError,
+            "seqlen is 1180591620717411303424, but must be at most 2147483647",
+        ),
+        (lambda: masks.Ranges.causal(2**31), ValueError, "seqlen_q is 2147483648, but must be at"),
         (lambda: masks.from_bool(np.ones((0, 2), bool)), ValueError, "with sizes of at least 1"),
         (
             lambda: masks.from_bool(np.ones((9, 9), bool)) & masks.from_bool(np.ones((9, 8), bool)),
