@@ -12,17 +12,21 @@ namespace {
 
 // Part of L2 for Q, dO and the dQ sums of interleaved heads: 40 of the 50 MB of an H200 measured
 // best.
-constexpr double kL2Fraction = 0.8;
+constexpr double kBackwardL2Fraction = 0.8;
 
-// TileOrder::longest_tile, by the rows that attend to a key tile: the first tiles are longest with
-// a causal mask, the last ones with a left window alone. Most masks that are given as data are
-// causal as well. In semaphore order (deterministic) a key tile waits for the one before it, which
+// The key tile that most rows attend to: the first one where the last row attends to most keys, and
+// vice versa. In semaphore order (deterministic) a key tile waits for the one before it, which
 // therefore has to start first.
-LongestTile longest_tile(const Problem& p) {
-  if (p.mask != nullptr) return LongestTile::first;
-  if (p.window_right >= 0 && p.window_left < 0) return LongestTile::first;
-  const bool last = p.window_left >= 0 && p.window_right < 0;
-  return last && p.deterministic == 0 ? LongestTile::last : LongestTile::none;
+LongestTile longest_key_tile(const Problem& p) {
+  switch (longest_row_tile(p)) {
+    case LongestTile::last:
+      return LongestTile::first;
+    case LongestTile::first:
+      return p.deterministic == 0 ? LongestTile::last : LongestTile::none;
+    case LongestTile::none:
+      break;
+  }
+  return LongestTile::none;
 }
 
 }  // namespace
@@ -33,7 +37,7 @@ int64_t heads_in_l2(const Problem& p, const Plan& plan, const Gpu& gpu) {
                            ? ceil_div(p.seqlen_q, p.batch)
                            : max_rows(p);
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * bytes + plan.head_dim * 8;
-  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
+  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kBackwardL2Fraction);
   return heads_within_budget(rows * row_bytes, budget);
 }
 
@@ -49,7 +53,7 @@ Plan plan_backward_tiles(const Request& request, const KernelSet& kernel_set) {
   plan.order.tiles = static_cast<int32_t>(ceil_div(max_keys(p), plan.tile_k));
   plan.order.heads = static_cast<int32_t>(p.heads_kv);
   plan.order.sequences = static_cast<int32_t>(p.batch);
-  plan.order.longest_tile = longest_tile(p);
+  plan.order.longest_tile = longest_key_tile(p);
   const Size tiles = max_tiles(is_varlen_k(p), p.seqlen_k, max_keys(p), p.batch, plan.tile_k);
   plan.blocks = (tiles * p.heads_kv).value();
   return plan;
@@ -63,9 +67,9 @@ void plan_backward_grid(Plan& plan, const Request& request) {
 
 void interleave_backward_heads(Plan& plan, const Problem& p, const Gpu& gpu) {
   // 8 heads reach 0.87 to 1.00 of the speed of 16.
-  constexpr int64_t kMinHeadGroup = 16;
+  constexpr int64_t kMinBackwardHeadGroup = 16;
   if (plan.order.longest_tile != LongestTile::none)
-    plan.order.interleave_heads(max(heads_in_l2(p, plan, gpu), kMinHeadGroup));
+    plan.order.interleave_heads(max(heads_in_l2(p, plan, gpu), kMinBackwardHeadGroup));
 }
 
 int64_t row_blocks(const Problem& p, const Plan& plan) {

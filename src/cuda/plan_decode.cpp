@@ -2,6 +2,7 @@
 // results. docs/lab/decode-planner-rules.md has the measurements behind each threshold.
 #include "cuda/plan_decode.h"
 
+#include "cuda/arch/limits.h"
 #include "cuda/common/combine.h"
 #include "cuda/plan.h"
 #include "cuda/plan_shape.h"
@@ -20,10 +21,9 @@ bool fills_9_of_20_sms(const Gpu& gpu, int64_t blocks) {
   return blocks * 20 >= int64_t{gpu.sm_count} * 9;
 }
 
-// Maximum cluster size. Every GPU with clusters runs 8 CTAs (portable); sm_90 and sm_100 run 16.
-constexpr int64_t kPortableClusterSize = 8;
+// Maximum cluster size: sm_90 and sm_100 run more CTAs than is portable.
 int64_t max_cluster_splits(const Gpu& gpu) {
-  return gpu.sm < 110 ? kMaxClusterSplits : kPortableClusterSize;
+  return gpu.sm < 110 ? kMaxClusterSplits : arch::kPortableClusterSize;
 }
 
 // Minimum key tiles per sequence (device lengths) from which one CTA per SM matches two. One CTA
@@ -79,7 +79,7 @@ int64_t max_tiles_per_cluster_cta(const Plan& plan) {
 // win at any number of tiles.
 bool cluster_combine_is_faster(const Plan& plan, const Gpu& gpu, int64_t blocks, int64_t splits,
                                int64_t key_tiles) {
-  const int64_t ctas_per_sm = splits <= kPortableClusterSize ? 2 : 1;
+  const int64_t ctas_per_sm = splits <= arch::kPortableClusterSize ? 2 : 1;
   return splits > 1 && splits <= max_cluster_splits(gpu) &&
          blocks * splits <= ctas_per_sm * gpu.sm_count &&
          (splits == 2 || ceil_div(key_tiles, splits) <= max_tiles_per_cluster_cta(plan));
@@ -271,7 +271,7 @@ int64_t choose_tma_splits(const Plan& plan, const Gpu& gpu, int64_t blocks, int6
   if (blocks * 2 > sms * ctas_per_sm) return 1;
   if (plan.one_cta_per_sm) ctas_per_sm = 1;
   const int64_t max_splits = min(kMaxSplits, ctas_per_sm * sms / blocks);
-  int64_t cluster_splits = min(max_splits, kPortableClusterSize);
+  int64_t cluster_splits = min(max_splits, arch::kPortableClusterSize);
   if (blocks * cluster_splits * 8 < sms * 7)
     cluster_splits = min(max_cluster_splits(gpu), sms / blocks);
   const bool fills_sms = blocks * cluster_splits * 8 >= sms * 7 || key_tiles <= cluster_splits;

@@ -12,8 +12,8 @@ namespace {
 
 // Part of L2 for the keys and values of interleaved heads: 32 of the 50 MB of an H200 measured
 // best.
-constexpr double kL2Fraction = 0.65;
-constexpr int64_t kMinHeadGroup = 16;
+constexpr double kForwardL2Fraction = 0.65;
+constexpr int64_t kMinForwardHeadGroup = 16;
 
 // Minimum keys per split. A split costs a pass over partial results, so it needs enough work.
 constexpr int64_t kMinKeysPerSplit = 256;           // few rows: bound by reading keys
@@ -31,26 +31,18 @@ int32_t choose_pack(const Problem& p, int64_t tile) {
   return group > 1 && rows <= tile && saves_tiles ? static_cast<int32_t>(group) : 1;
 }
 
-// TileOrder::longest_tile: the last tiles are longest with a causal mask, the first ones with a
-// left window alone. Most masks that are given as data are causal as well.
-LongestTile longest_tile(const Problem& p) {
-  if (p.mask != nullptr) return LongestTile::last;
-  if (p.window_right >= 0 && p.window_left < 0) return LongestTile::last;
-  return p.window_left >= 0 && p.window_right < 0 ? LongestTile::first : LongestTile::none;
-}
-
 TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t pack) {
   TileOrder order;
   order.tiles = static_cast<int32_t>(ceil_div(max_rows(p) * pack, tile));
   order.heads = static_cast<int32_t>(p.heads_q / pack);
   order.sequences = static_cast<int32_t>(p.batch);
-  order.longest_tile = order.tiles > 1 ? longest_tile(p) : LongestTile::none;
+  order.longest_tile = order.tiles > 1 ? longest_row_tile(p) : LongestTile::none;
   const int64_t keys_and_values =
       typical_keys(p) * (p.head_dim + p.head_dim_v) * element_bytes(dtypes_of(p).kv);
-  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kL2Fraction);
+  const auto budget = static_cast<int64_t>(gpu.l2_bytes * kForwardL2Fraction);
   const int64_t head_group = heads_within_budget(keys_and_values, budget) * group_size(p) / pack;
   if (order.longest_tile != LongestTile::none)
-    order.interleave_heads(max(head_group, kMinHeadGroup));
+    order.interleave_heads(max(head_group, kMinForwardHeadGroup));
   return order;
 }
 

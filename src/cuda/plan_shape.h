@@ -1,8 +1,10 @@
-// Bounds on sequence lengths that the planner derives without reading an index array.
+// What the planner derives from the shape of a problem without reading an index array: bounds on
+// sequence lengths, and which tiles are longest.
 #pragma once
 
 #include "attention/request.h"
 #include "base/size.h"
+#include "cuda/tile_order.h"
 
 namespace tilewise::cuda {
 
@@ -48,6 +50,14 @@ inline int64_t max_keys_per_tile(const Problem& p, int64_t rows) {
 inline Size max_tiles(bool varlen, int64_t total, int64_t longest, int64_t batch, int64_t tile) {
   const Size uniform = Size(batch) * ceil_div(longest, tile);
   return varlen ? min(uniform.value(), total / tile + batch) : uniform;
+}
+
+// The tile of rows that attends to most keys: the last one with a causal mask, the first one with a
+// left window alone. Most masks that are given as data are causal as well.
+inline LongestTile longest_row_tile(const Problem& p) {
+  if (p.mask != nullptr) return LongestTile::last;
+  if (p.window_right >= 0 && p.window_left < 0) return LongestTile::last;
+  return p.window_left >= 0 && p.window_right < 0 ? LongestTile::first : LongestTile::none;
 }
 
 // The largest power of two of heads, with `bytes` each, that fit into `budget` bytes; at least one.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cuda/arch/limits.h"
 #include "cuda/runtime.h"
 #include "tilewise/tilewise.h"
 
@@ -110,7 +111,6 @@ const GpuFacts& facts(int32_t index) {
 
 // Limits up to which a kernel needs no function attribute.
 constexpr int32_t kDefaultSharedBytes = 48 * 1024;
-constexpr int32_t kPortableClusterSize = 8;
 
 // What this process knows about a kernel on a device: attributes that it has set and properties
 // that it has queried. The facts are in a lock-free hash table that only grows, whose entries are 0
@@ -302,7 +302,7 @@ void launch(const void* function, int64_t blocks, int32_t threads, int32_t share
     // The GPU's limit instead of `shared_bytes`, because launches of a kernel may differ in it.
     allow(function, device, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_bytes);
   }
-  if (cluster > kPortableClusterSize)
+  if (cluster > arch::kPortableClusterSize)
     allow(function, device, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   void* arguments[] = {const_cast<void*>(params)};
   std::array<cudaLaunchAttribute, 2> attributes{};

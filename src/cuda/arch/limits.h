@@ -4,12 +4,16 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 
 #include "cuda/arch/tiles.h"
 
 namespace tilewise::cuda::arch {
 
 inline constexpr int kKilobyte = 1024;
+
+// The largest cluster, in CTAs, that every GPU with clusters runs.
+inline constexpr int64_t kPortableClusterSize = 8;
 
 inline constexpr std::array kLimits = {
     Limits{.sm = 75, .table = 75, .shared_bytes = 64 * kKilobyte, .name = "Turing"},
