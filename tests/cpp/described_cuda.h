@@ -44,7 +44,7 @@ inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
                        .keys = backward.keys * backward.cluster_size,
                        .blocks_per_sm = 1,
                        .cluster_size = backward.cluster_size};
-  set.persistent_backward = set.head_dim <= 128;
+  set.persistent_backward = max(set.head_dim, set.head_dim_v) <= 128;
   if (Sm90a::masked_forward(set.head_dim, set.head_dim_v, size).consumer_warpgroups > 0)
     set.masked.tma_forward.function = [](cuda::TmaForwardParams) {};
   if (Sm90a::masked_backward(max(set.head_dim, set.head_dim_v), size).keys > 0)

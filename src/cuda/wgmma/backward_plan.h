@@ -12,6 +12,7 @@
 
 namespace tilewise::cuda::wgmma {
 
+// Whether the backward is by columns. The backward by keys is persistent, the other one is not.
 template <class C>
 inline constexpr bool kByColumns = max(C::kHeadDim, C::kHeadDimV) > 128;
 
@@ -77,7 +78,6 @@ struct BackwardPlan<C, false> : BackwardSums<C> {
   // Arrivals that empty a stage of Q or dO. Every thread that has read row statistics arrives
   // itself, because racecheck does not accept that one lane arrives for its warp.
   static constexpr int kEmptyArrivals = kConsumerThreads;
-  static constexpr bool kPersistent = true;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kCluster = kTile.cluster_size;
   static_assert(kKeys == 128 && kCluster == 1);
@@ -141,7 +141,6 @@ struct BackwardPlan<C, true> : BackwardSums<C> {
   // The threads of the warpgroup that reads the statistics of the stage, and one lane of each of
   // the four warps of the other warpgroup.
   static constexpr int kEmptyArrivals = kConsumerThreads / 2 + 4;
-  static constexpr bool kPersistent = false;
   static constexpr int kKeys = kTile.keys;
   static_assert(kQueries == 64 && kKeys % 16 == 0);
   static constexpr int kStages = 2;

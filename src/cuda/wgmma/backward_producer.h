@@ -226,7 +226,7 @@ TILEWISE_DEVICE void producer_role(const TmaBackwardParams& p, ptx::SharedAddres
     if constexpr (C::kMasked) fetch_next_descriptor<C>(p, shared, tile_number);
     const int32_t walked =
         load_work_tile<C>(p, work_tile, shared, row_steps, steps, (tile_number & 1) ^ 1);
-    if constexpr (!Plan::kPersistent) return;
+    if constexpr (kByColumns<C>) return;  // it is not persistent
     if constexpr (!C::kMasked) fetch_next_descriptor<C>(p, shared, tile_number);
     steps += row_steps.count(walked, work_tile);
   }
