@@ -151,6 +151,17 @@ TILEWISE_FN Sequence sequence_of(const Problem& p, int64_t b) {
   return s;
 }
 
+// Whether dk and dv have rows for every sequence, [batch, key capacity], because sequences may
+// share keys: k and v are pages or are selected by kv_batch_idx.
+TILEWISE_FN bool keys_per_sequence(const Problem& p) {
+  return p.block_table != nullptr || p.kv_batch_idx != nullptr;
+}
+
+// The keys of a sequence in dk and dv, which are never paged.
+TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
+  return keys_per_sequence(p) ? s.kv.dense(s.batch) : s.kv;
+}
+
 // Whether no array gives positions, lengths or diagonals: all sequences then have the lengths and
 // the band of the shape.
 TILEWISE_FN bool has_uniform_sequences(const Problem& p) {

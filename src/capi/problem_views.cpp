@@ -62,7 +62,7 @@ View bias_view(const char* name, const void* data, const Problem& p, int64_t str
 View dkeys_view(const char* name, const tilewise_tensor& t, const Problem& p, int64_t columns) {
   View view = keys_view(name, t, p, columns);
   view.access = Access::write;
-  if (p.block_table != nullptr || p.kv_batch_idx != nullptr) {
+  if (keys_per_sequence(p)) {
     view.dimensions[0].size = p.batch;
     view.dimensions[1].size = key_capacity(p);
   }

@@ -12,7 +12,7 @@ namespace {
 // Zeroes dk and dv of all keys if some keys are unused. Their first dimension is the batch if they
 // have rows per sequence (pages, kv_batch_idx), otherwise kv_batch, or 1 with variable lengths.
 void zero_key_gradients(const Problem& p, const Gradients& g, const Parallel& parallel) {
-  const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
+  const bool per_sequence = keys_per_sequence(p);
   const bool varlen = p.cu_seqlens_k != nullptr && !per_sequence;
   const bool every_key_used = p.seqused_k == nullptr && p.leftpad_k == nullptr &&
                               p.cu_seqlens_k == nullptr && (per_sequence || p.kv_batch == p.batch);

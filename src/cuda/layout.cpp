@@ -1,6 +1,5 @@
 #include "cuda/layout.h"
 
-#include "cuda/common/prepare.h"
 #include "cuda/form.h"
 #include "cuda/plan_shape.h"
 
@@ -37,11 +36,11 @@ bool aligned(const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
          aligned(shape.heads, view.stride_head, bytes);
 }
 
-// The paged forms count the rows of a sequence in 32 bits.
-constexpr int64_t kMaxCount = int64_t{1} << 30;
+// The paged forms count the rows of a sequence, and the 16-byte chunks of a cache, in 32 bits.
+constexpr int64_t kMaxPagedCount = int64_t{1} << 30;
 
 bool rows_fit_32_bits(const Problem& p) {
-  return key_capacity(p) <= kMaxCount && p.page_size <= kMaxCount;
+  return key_capacity(p) <= kMaxPagedCount && p.page_size <= kMaxPagedCount;
 }
 
 bool is_mappable(const tilewise_tensor& view, const Shape& shape) {
@@ -68,8 +67,7 @@ bool rows_are_aligned(const Request& request) {
   const bool inputs = aligned(p.q, rows, dtypes.q) && aligned(p.out, rows, dtypes.out) &&
                       aligned(p.k, keys, dtypes.kv) && aligned(p.v, keys, dtypes.kv);
   if (request.is(Pass::forward) || !inputs) return inputs;
-  const Shape gradients =
-      common::keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
+  const Shape gradients = keys_per_sequence(p) ? Shape{p.batch, key_capacity(p), p.heads_kv} : keys;
   const auto aligned_if_given = [](const tilewise_tensor& view, const Shape& shape, int32_t dtype) {
     return view.data == nullptr || aligned(view, shape, dtype);
   };
@@ -109,7 +107,7 @@ bool pages_fit_32_bits(const Problem& p) {
              static_cast<double>(element_bytes(dtypes_of(p).kv));
     };
     return bytes(p.pages, view.stride_batch) + bytes(p.page_size, view.stride_row) <=
-           static_cast<double>(kMaxCount * kAlignment);
+           static_cast<double>(kMaxPagedCount * kAlignment);
   };
   return rows_fit_32_bits(p) && fits(p.k) && fits(p.v);
 }

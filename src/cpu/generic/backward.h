@@ -419,10 +419,9 @@ struct Backward : BackwardScratch {
 
   // dk is `factor` times its sum.
   TILEWISE_FN void write_keys(float factor) {
-    const KvSource gradient_source =
-        p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
-    if (g.dk.data != nullptr) write_rows(gradient_source, g.dk, dk, qk.n_ld, p.head_dim, factor);
-    if (g.dv.data != nullptr) write_rows(gradient_source, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
+    const KvSource source = gradient_source(p, s);
+    if (g.dk.data != nullptr) write_rows(source, g.dk, dk, qk.n_ld, p.head_dim, factor);
+    if (g.dv.data != nullptr) write_rows(source, g.dv, dv, dve.n_ld, p.head_dim_v, 1.0f);
   }
 
   TILEWISE_FN void write_rows(const KvSource& source, const tilewise_tensor& view,

@@ -202,7 +202,7 @@ struct CopyIndices {
     const Sequence s = sequence_of(p, b);
     for (int64_t i = 0; i < s.band.rows; ++i)
       nan.fill(params.rows, {b, i, s.batch_index, s.first_row + i, true, true});
-    const KvSource source = keys_per_sequence(p) ? s.kv.dense(b) : s.kv;
+    const KvSource source = gradient_source(p, s);
     for (int64_t i = 0; i < s.band.keys; ++i) {
       const RowLocation key = {b, i, source.batch_index, source.first + i, true, true};
       nan.fill(params.keys[0], key);

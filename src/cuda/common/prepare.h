@@ -123,11 +123,6 @@ struct PrepareParams {
 inline bool may_have_unused_rows(const Problem& p) {
   return p.seqused_q != nullptr || p.cu_seqlens_q != nullptr;
 }
-// Whether dk and dv have rows for every sequence, [batch, key capacity], although k and v are pages
-// or are selected by kv_batch_idx.
-TILEWISE_FN bool keys_per_sequence(const Problem& p) {
-  return p.block_table != nullptr || p.kv_batch_idx != nullptr;
-}
 inline bool may_have_unused_keys(const Problem& p) {
   return p.seqused_k != nullptr || p.leftpad_k != nullptr || p.cu_seqlens_k != nullptr ||
          (!keys_per_sequence(p) && p.kv_batch != p.batch);

@@ -113,10 +113,4 @@ TILEWISE_FN int dq_column(int warp, int n, int e, int lane) {
          lane % 4 * 2 + e % 2;
 }
 
-// Where the gradients of keys lie: like k and v, or one row per key of each sequence when the cache
-// is paged or indexed (tilewise_gradients).
-TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
-  return p.block_table != nullptr || p.kv_batch_idx != nullptr ? s.kv.dense(s.batch) : s.kv;
-}
-
 }  // namespace tilewise::cuda::mma_sync

@@ -287,9 +287,7 @@ struct Backward {
                                   float factor) const {
     const Range& keys = shared().current_keys;
     const Sequence& s = shared().sequence;
-    // Where sequences may share keys, each has gradients of its own (tilewise_gradients).
-    const bool dense = p.block_table != nullptr || p.kv_batch_idx != nullptr;
-    const KvSource source = dense ? s.kv.dense(s.batch) : s.kv;
+    const KvSource source = gradient_source(p, s);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t key = keys.begin + thread.y * 4 + i;

@@ -9,12 +9,8 @@
 
 namespace tilewise::cuda::wgmma {
 
-// Larger than every row and key of a sequence.
-inline constexpr int32_t kMaxRow = 1 << 30;
-
-// Gradients of keys are laid out like k and v, or with one row per key of each sequence
-// (tilewise_gradients).
-TILEWISE_FN KvSource gradient_source(const Problem& p, const Sequence& s) {
+// `gradient_source` without code for pages, which gradients do not have.
+TILEWISE_FN KvSource key_gradients(const Problem& p, const Sequence& s) {
   const bool per_sequence = p.block_table != nullptr || p.kv_batch_idx != nullptr;
   return per_sequence ? s.kv.dense(s.batch) : KvSource{nullptr, 0, s.kv.batch_index, s.kv.first};
 }
@@ -93,7 +89,7 @@ struct DescriptorBuilder {
     r.key_count = static_cast<int32_t>(keys.size());
     r.key_tile = work_tile.tile;
     r.batch = work_tile.sequence;
-    const KvSource source = gradient_source(problem, sequence);
+    const KvSource source = key_gradients(problem, sequence);
     const Gradients& g = p.gradients;
     r.dk = source.offset(g.dk, keys.begin) + work_tile.head * g.dk.stride_head;
     r.dv = source.offset(g.dv, keys.begin) + work_tile.head * g.dv.stride_head;
