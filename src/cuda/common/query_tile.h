@@ -18,12 +18,6 @@ TILEWISE_DEVICE int32_t position(int64_t x) {
   return static_cast<int32_t>(clamp(x, -kMargin, INT32_MAX - kMargin));
 }
 
-// Tells the compiler that x is the same in all lanes: it then keeps x, and what it computes from
-// x, in uniform registers, once per warp.
-TILEWISE_DEVICE int32_t uniform(int32_t x) {
-  return static_cast<int32_t>(ptx::shuffle(static_cast<uint32_t>(x), 0));
-}
-
 // Hides from the compiler that x is the same in all lanes, so that it computes with x in each
 // lane's registers. Uniform instructions that depend on each other have a longer latency, and they
 // need extra moves to predicates and addresses.

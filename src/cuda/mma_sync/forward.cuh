@@ -177,7 +177,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       q + thread_of_rows<C>(row_thread<C>()) / ptx::kWarpSize *
               (C::kForward.warp_rows * C::kHeadDim * C::Element::kBytes);
   const uint32_t first_column = first_column_byte<C>();
-  const int32_t last = uniform(q_tile.tiles.last) - warp_split;
+  const int32_t last = ptx::uniform(q_tile.tiles.last) - warp_split;
   Pipeline<C> pipeline(p, q_tile, last, q + kPipelineAt<C>);
   pipeline.start([&] { load_queries<C>(problem, q_tile, q); });
   if constexpr (C::kWarpPipeline) {

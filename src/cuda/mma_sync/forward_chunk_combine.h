@@ -42,8 +42,8 @@ class ChunkCombine {
     uint64_t state = 0;
     if (ptx::thread_index() == 0) state = ptx::atom_acq_rel_add(&record_.state, arrival) + arrival;
     ptx::sync_warp();
-    if (uniform(ChunkArrivals::arrived(state)) != q_tile_.splits) return false;
-    second_ = p_.order.sequences + uniform(ChunkArrivals::position_of_chunk_1(state));
+    if (ptx::uniform(ChunkArrivals::arrived(state)) != q_tile_.splits) return false;
+    second_ = p_.order.sequences + ptx::uniform(ChunkArrivals::position_of_chunk_1(state));
     if (ptx::thread_index() == 0) record_.state = 0;
     combine_flags();
     return true;

@@ -19,7 +19,7 @@ namespace tilewise::cuda::mma_sync {
 // The index of the warp among those that have its rows.
 template <class C>
 TILEWISE_DEVICE int32_t column_warp() {
-  return C::kColumnWarps > 1 ? uniform(ptx::warp_index() % C::kColumnWarps) : 0;
+  return C::kColumnWarps > 1 ? ptx::uniform(ptx::warp_index() % C::kColumnWarps) : 0;
 }
 
 // The first column of the warp, in bytes of a row of Q, K or V.
@@ -45,7 +45,7 @@ TILEWISE_DEVICE void sync_column_warps() {
     ptx::sync_warp();
   } else {
     constexpr int kFirstBarrier = 2;  // 1 is that of KvPipeline::pages_fit
-    ptx::bar_sync(kFirstBarrier + uniform(ptx::warp_index()) / C::kColumnWarps,
+    ptx::bar_sync(kFirstBarrier + ptx::uniform(ptx::warp_index()) / C::kColumnWarps,
                   C::kColumnWarps * ptx::kWarpSize);
   }
 }

@@ -66,7 +66,7 @@ TILEWISE_DEVICE void recompute_rows(const ForwardParams& p, const QueryTile& q_t
     return;
   ptx::fence_device();
   if constexpr (C::kColumnWarps > 1) sync_column_warps<C>();  // which have marked the same rows
-  const int32_t first = uniform(position.row0);
+  const int32_t first = ptx::uniform(position.row0);
   const int32_t begin = column_warp<C>() * kOwnRows<C>;
 #pragma unroll 1
   for (int32_t r = begin; r < begin + kOwnRows<C>; ++r) {

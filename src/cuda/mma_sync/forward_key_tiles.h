@@ -23,7 +23,7 @@ TILEWISE_DEVICE void for_each_key_tile(const KeyTiles& tiles, int32_t last, Step
 #pragma unroll 1
     while (tile >= tiles.first) {
       if (tile < tiles.full_end) {
-        const int32_t full_begin = uniform(tiles.full_begin);
+        const int32_t full_begin = ptx::uniform(tiles.full_begin);
 #pragma unroll 1
         for (; tile >= full_begin; tile -= C::kWarpSplits) step(tile, std::false_type{});
       }

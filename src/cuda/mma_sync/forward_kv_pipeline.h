@@ -69,8 +69,8 @@ class KvTileCopy {
         lanes_(ptx::thread_index()),
         columns_(static_cast<int>(columns)),
         keys_(q_tile.tiles.keys),
-        first_(uniform(q_tile.tiles.first)) {
-    if constexpr (C::kMasked) next_tile_ = uniform(q_tile.tiles.last);
+        first_(ptx::uniform(q_tile.tiles.first)) {
+    if constexpr (C::kMasked) next_tile_ = ptx::uniform(q_tile.tiles.last);
     const KvSource& kv = q_tile.sequence.kv;
     const int64_t head = p.group.quotient(q_tile.rows.first_head);
     base_ = static_cast<const char*>(view.data) + head * view.stride_head * Element::kBytes;

@@ -38,7 +38,7 @@ class PageRows {
 
   // Tile `last` is the first one to be loaded.
   TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& q_tile, int32_t last)
-      : size_(p.page_size), first_(uniform(q_tile.tiles.first)) {
+      : size_(p.page_size), first_(ptx::uniform(q_tile.tiles.first)) {
     look_up(q_tile, last);
   }
 

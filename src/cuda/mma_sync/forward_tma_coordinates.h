@@ -25,8 +25,8 @@ class ContiguousCoordinates {
 
   TILEWISE_DEVICE ContiguousCoordinates(const TmaForwardParams&, const QueryTile& q_tile, int32_t,
                                         ptx::SharedAddress)
-      : row_(uniform(static_cast<int32_t>(q_tile.sequence.kv.first))),
-        sequence_(uniform(static_cast<int32_t>(q_tile.sequence.kv.batch_index))),
+      : row_(ptx::uniform(static_cast<int32_t>(q_tile.sequence.kv.first))),
+        sequence_(ptx::uniform(static_cast<int32_t>(q_tile.sequence.kv.batch_index))),
         keys_(q_tile.tiles.keys) {}
 
   // Calls expect(rows), then copy(first row in the tile, row, index) for each box of `tile`, in one

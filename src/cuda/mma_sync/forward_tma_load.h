@@ -32,7 +32,7 @@ class TmaLoader {
                             ptx::SharedAddress shared)
       : p_(p),
         coordinates_(p, q_tile, last, shared),
-        head_(uniform(p.group.quotient(q_tile.rows.first_head))) {}
+        head_(ptx::uniform(p.group.quotient(q_tile.rows.first_head))) {}
 
   TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
     coordinates_.visit(tile, expect(stage), copy(keys ? p_.k : p_.v, stage));

@@ -73,7 +73,7 @@ class WarpPipeline {
                                ptx::SharedAddress base)
       : base_(base),
         loader_(p, q_tile, last, base + kLoaderAt),
-        first_(uniform(q_tile.tiles.first)),
+        first_(ptx::uniform(q_tile.tiles.first)),
         last_(last) {
     if constexpr (kMayUseFewerStages) {
       if (p.stages > 0) stages_in_use_ = p.stages;
@@ -96,7 +96,7 @@ class WarpPipeline {
   // stages are written again.
   TILEWISE_DEVICE void narrow_to(int32_t first) {
     const bool loads_issued = last_ >= first_;
-    first_ = uniform(first);
+    first_ = ptx::uniform(first);
     if (C::kWarpSplits == 1 || !loads_issued || last_ >= first_) return;
     ptx::mbarrier_wait_parity(barrier(0), 0);
     ptx::mbarrier_wait_parity(barrier(1), 0);

@@ -10,7 +10,7 @@ namespace tilewise::cuda::mma_sync {
 
 template <class C>
 TILEWISE_DEVICE int32_t warp_split_index() {
-  return C::kWarpSplits > 1 ? uniform(ptx::warp_index()) : 0;
+  return C::kWarpSplits > 1 ? ptx::uniform(ptx::warp_index()) : 0;
 }
 
 // The first warp adds the sums of the second one to its own. Lane i of both warps holds the same

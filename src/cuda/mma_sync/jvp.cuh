@@ -298,8 +298,8 @@ void jvp(TILEWISE_PARAMETER JvpParams p) {
   for (int phase = of_scores ? 0 : 1; phase < 2; ++phase) {
     const bool seeks_references = phase == 0;
     const bool one_tile = seeks_references && saved.tiles.full_begin < saved.tiles.full_end;
-    const int32_t last = uniform(one_tile ? saved.tiles.full_end - 1 : saved.tiles.last);
-    const int32_t first = uniform(one_tile ? last : saved.tiles.first);
+    const int32_t last = ptx::uniform(one_tile ? saved.tiles.full_end - 1 : saved.tiles.last);
+    const int32_t first = ptx::uniform(one_tile ? last : saved.tiles.first);
     if (last >= first) stages.copy_keys(p, saved, last);
 #pragma unroll 1
     for (int32_t tile = last; tile >= first; --tile) {

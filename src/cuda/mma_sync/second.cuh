@@ -204,8 +204,8 @@ struct SecondWalk {
 
   TILEWISE_DEVICE static SecondWalk of(const KeyTiles& tiles, const HeadRange& heads) {
     const bool empty = tiles.last < tiles.first;
-    return {uniform(empty ? heads.end : heads.begin), uniform(heads.end), uniform(tiles.last),
-            uniform(tiles.first), uniform(tiles.last)};
+    return {ptx::uniform(empty ? heads.end : heads.begin), ptx::uniform(heads.end),
+            ptx::uniform(tiles.last), ptx::uniform(tiles.first), ptx::uniform(tiles.last)};
   }
   TILEWISE_DEVICE bool done() const { return head == end_head; }
   TILEWISE_DEVICE void advance() {

@@ -143,6 +143,12 @@ TILEWISE_DEVICE int64_t shuffle(int64_t x, int lane) {
   return static_cast<int64_t>(high << 32 | low);
 }
 
+// Tells the compiler that x is the same in all lanes: it then keeps x, and what it computes from
+// x, in uniform registers, once per warp.
+TILEWISE_DEVICE int32_t uniform(int32_t x) {
+  return static_cast<int32_t>(shuffle(static_cast<uint32_t>(x), 0));
+}
+
 // Inclusive prefix sum over the lanes.
 TILEWISE_DEVICE uint32_t sum_to_lane(uint32_t x) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {

@@ -29,10 +29,6 @@ template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_dec() {
   emulator::setmaxnreg_dec(kRegisters);
 }
-// Tells the compiler that x is the same in all lanes of the warp.
-TILEWISE_DEVICE int uniform(int x) {
-  return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), 0));
-}
 // No instruction: the compiler moves no use of the array across this point.
 template <int kN>
 TILEWISE_DEVICE void fence_register(float (&)[kN]) {}
@@ -67,7 +63,6 @@ template <int kRegisters>
 TILEWISE_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-TILEWISE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 template <int kN>
 TILEWISE_DEVICE void fence_register(float (&x)[kN]) {
 #pragma unroll

@@ -104,24 +104,24 @@ class ForwardConsumer {
     // uniform() tells ptxas that all lanes agree. Only then does it keep descriptors in uniform
     // registers, which saves 48 moves and a warp barrier in the main loop (4 %). ptxas loses track
     // of this if the loops of `run` are nested.
-    tiles_.kind = static_cast<TileKind>(uniform(static_cast<int32_t>(warpgroup_tiles.kind)));
+    tiles_.kind = static_cast<TileKind>(ptx::uniform(static_cast<int32_t>(warpgroup_tiles.kind)));
     if constexpr (C::kMasked) {
       tiles_ = {mask_.kind_of(tiles_.kind), 0, 0, 0, 0, 0, 0};
       return stage;
     }
-    tiles_.first = uniform(warpgroup_tiles.first);
-    tiles_.last = uniform(warpgroup_tiles.last);
-    tiles_.full_begin = uniform(warpgroup_tiles.full_begin);
-    tiles_.full_end = uniform(warpgroup_tiles.full_end);
+    tiles_.first = ptx::uniform(warpgroup_tiles.first);
+    tiles_.last = ptx::uniform(warpgroup_tiles.last);
+    tiles_.full_begin = ptx::uniform(warpgroup_tiles.full_begin);
+    tiles_.full_end = ptx::uniform(warpgroup_tiles.full_end);
     // Steps without a mask keep m, so scores should not rise from one to the next. The loop goes
     // from right to left, where ALiBi lowers scores only from the diagonal on.
     if constexpr (kOption == Option::alibi) {
       const int32_t left_end = WarpgroupTiles::left_of_diagonal(
           shared_.work_tile(stage), thread() / ptx::kWarpgroupSize, kKeys);
-      tiles_.full_end = min(tiles_.full_end, uniform(left_end));
+      tiles_.full_end = min(tiles_.full_end, ptx::uniform(left_end));
     }
-    tiles_.skip_before = uniform(warpgroup_tiles.skip_before);
-    tiles_.skip_after = uniform(warpgroup_tiles.skip_after);
+    tiles_.skip_before = ptx::uniform(warpgroup_tiles.skip_before);
+    tiles_.skip_after = ptx::uniform(warpgroup_tiles.skip_after);
     return stage;
   }
 
@@ -369,7 +369,8 @@ class ForwardConsumer {
   // The warps decide together because they issue products together.
   TILEWISE_DEVICE bool some_rows_are_hidden() const {
     const int barrier = PingPong<C>::kWarpgroupBarrier + thread() / ptx::kWarpgroupSize;
-    return uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) != 0;
+    return ptx::uniform(ptx::bar_any(barrier, ptx::kWarpgroupSize, softmax_.is_hidden()) ? 1 : 0) !=
+           0;
   }
 
   TILEWISE_DEVICE void issue_last_values() {

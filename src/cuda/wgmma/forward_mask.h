@@ -19,7 +19,7 @@ struct KeyWindow {
   int32_t end = 0;
 
   TILEWISE_DEVICE void read(ptx::SharedAddress from) {
-    end = uniform(static_cast<int32_t>(ptx::ld_shared_b32(from)));
+    end = ptx::uniform(static_cast<int32_t>(ptx::ld_shared_b32(from)));
   }
   TILEWISE_DEVICE void write(ptx::SharedAddress to) const {
     ptx::st_shared_b32(to, static_cast<uint32_t>(end));

@@ -99,7 +99,7 @@ class ForwardScheduler {
     ptx::griddepcontrol_wait();
     int32_t taken = 0;
     if (ptx::lane_index() == 0) taken = ptx::atom_add(p_.tile_counter, 1);
-    return uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
+    return ptx::uniform(taken) + static_cast<int32_t>(ptx::grid_blocks());
   }
 
   // Writes what the producer needs and returns whether the tile has rows. It writes field by field

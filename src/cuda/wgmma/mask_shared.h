@@ -129,8 +129,10 @@ class VisibleTiles {
     shared_.window_full(stage).wait(state_.phase());
     const ptx::SharedAddress window = shared_.window(stage);
     place_.read(window);
-    visible_ = static_cast<uint32_t>(uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 4))));
-    full_ = static_cast<uint32_t>(uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 8))));
+    visible_ =
+        static_cast<uint32_t>(ptx::uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 4))));
+    full_ =
+        static_cast<uint32_t>(ptx::uniform(static_cast<int32_t>(ptx::ld_shared_b32(window + 8))));
     shared_.window_empty(stage).arrive();
     state_.next();
   }

@@ -36,7 +36,7 @@ class NanRecompute {
   TILEWISE_DEVICE NanRecompute(const TmaForwardParams& params, int warp)
       : params_(params),
         p_(params.problem),
-        warp_(uniform(warp)),
+        warp_(ptx::uniform(warp)),
         score_mod_(ScoreMod::of(params.problem)) {}
 
   // The work tiles in which a warp has rows to recompute form a linked list, from the last one back
@@ -60,7 +60,7 @@ class NanRecompute {
         find_contaminated();
         if (contaminated_ != 0) compute();
       }
-      index = uniform(params_.recompute_list[list_index(index, warp_)]);
+      index = ptx::uniform(params_.recompute_list[list_index(index, warp_)]);
     }
   }
 
@@ -149,9 +149,9 @@ class NanRecompute {
       rows_[i].m = -FLT_MAX;
       if constexpr (C::kGeneral) rows_[i].score_mod = row_score_mod(p_, work_tile_, row_at(i));
     }
-    const int32_t end = uniform(end_of(last_));
+    const int32_t end = ptx::uniform(end_of(last_));
 #pragma unroll 1
-    for (int32_t key = uniform(begin_of(first_)); key < end && !all_see_nan(); key += kLanes)
+    for (int32_t key = ptx::uniform(begin_of(first_)); key < end && !all_see_nan(); key += kLanes)
       add_keys(key, end);
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
