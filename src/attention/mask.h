@@ -187,6 +187,16 @@ struct Mask {
     }
   }
 
+  // Whether the row sees the key.
+  TILEWISE_FN bool shows(int64_t head, int64_t row, int64_t key) const {
+    bool shown = false;
+    for_runs(head, row, {key, key + 1}, [&](Range) {
+      shown = true;
+      return false;
+    });
+    return shown;
+  }
+
   // Sets the bits of the keys that the row sees.
   TILEWISE_FN void add_bits(int64_t head, int64_t row, const MaskBits& to) const {
     if (is_ranges()) return for_runs(head, row, to.keys, to);

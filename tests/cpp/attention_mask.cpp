@@ -69,16 +69,6 @@ struct RandomMask {
   }
 };
 
-// Whether a row sees a key, by the definition of the runs.
-bool sees(const Mask& mask, int64_t head, int64_t row, int64_t key) {
-  bool found = false;
-  mask.for_runs(head, row, {key, key + 1}, [&](Range) {
-    found = true;
-    return false;
-  });
-  return found;
-}
-
 void expect_consistent(const Mask& mask, Range rows, Range keys) {
   for (int64_t head = 0; head < kHeads; ++head) {
     const Coverage coverage = mask.coverage({head, head + 1}, rows, keys);
@@ -88,7 +78,7 @@ void expect_consistent(const Mask& mask, Range rows, Range keys) {
       mask.add_bits(head, row, MaskBits{words.data(), 1, keys});
       for (int64_t key = keys.begin; key < keys.end; ++key) {
         const int64_t bit = key - keys.begin;
-        const bool visible = sees(mask, head, row, key);
+        const bool visible = mask.shows(head, row, key);
         EXPECT_EQ((words[static_cast<std::size_t>(bit / 32)] >> (bit % 32) & 1u) != 0, visible);
         EXPECT_FALSE(visible && coverage == Coverage::none);
         EXPECT_FALSE(!visible && coverage == Coverage::full);

@@ -133,12 +133,7 @@ class ExactRow {
 
   // Whether the mask shows the key to the row.
   TILEWISE_COLD bool is_shown(int64_t key) const {
-    bool shown = false;
-    Mask::of(mask_, s_.batch).for_runs(head_, row_, {key, key + 1}, [&](Range) {
-      shown = true;
-      return false;
-    });
-    return shown;
+    return Mask::of(mask_, s_.batch).shows(head_, row_, key);
   }
 
   TILEWISE_DEVICE float score(int64_t key) const {

@@ -243,12 +243,7 @@ class NanRecompute {
   }
   TILEWISE_COLD static bool mask_shows(const tilewise_mask& mask, int64_t batch, int64_t head,
                                        int64_t row, int64_t key) {
-    bool shown = false;
-    Mask::of(&mask, batch).for_runs(head, row, {key, key + 1}, [&](Range) {
-      shown = true;
-      return false;
-    });
-    return shown;
+    return Mask::of(&mask, batch).shows(head, row, key);
   }
 
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
