@@ -242,11 +242,11 @@ struct SecondParams : BackwardParams {
   // Row statistics as row_delta, which is here the delta of the tangents, dout'.out - dlse'.
   float* row_second_delta = nullptr;  // the delta of the results, dout.out + dout'.out' - dlse
   // mma_sync: -lse, or -inf for rows that are not in use or see no key, which makes their weights
-  // 0; minus the low part of lse (Problem::lse_low), in units of ln 2; and lse', which is the mean
-  // of the scores' tangents under the weights.
+  // 0; minus the low part of lse (Problem::lse_low), in units of ln 2; and lse', the tangent of
+  // lse, which is the mean of the scores' tangents under the weights.
   float* row_minus_lse = nullptr;
   float* row_minus_low = nullptr;
-  float* row_mean = nullptr;
+  float* row_lse_tangent = nullptr;
 };
 
 }  // namespace tilewise::cuda

@@ -21,7 +21,7 @@ struct SecondRegions : BackwardWorkspace {
   Region row_second_delta;  // as in SecondParams
   Region row_minus_lse;
   Region row_minus_low;
-  Region row_mean;
+  Region row_lse_tangent;
 };
 
 // Why not Pass::jvp or Pass::second, whose kernels are the fast path alone.
@@ -152,7 +152,7 @@ SecondRegions second_regions(const Request& request, const Plan& plan) {
   take_shared_regions(regions, workspace, request, plan);
   const int64_t rows = row_blocks(request.problem, plan) * plan.tile_q;
   for (Region* region : {&regions.row_second_delta, &regions.row_minus_lse, &regions.row_minus_low,
-                         &regions.row_mean})
+                         &regions.row_lse_tangent})
     *region = workspace.take<float>(rows);
   regions.bytes = workspace.bytes();
   return regions;
@@ -248,7 +248,7 @@ void launch_second(const Request& request, const Plan& plan, void* workspace) {
   params.row_second_delta = regions.row_second_delta.in<float>(workspace);
   params.row_minus_lse = regions.row_minus_lse.in<float>(workspace);
   params.row_minus_low = regions.row_minus_low.in<float>(workspace);
-  params.row_mean = regions.row_mean.in<float>(workspace);
+  params.row_lse_tangent = regions.row_lse_tangent.in<float>(workspace);
   second.launch_second(params);
 }
 

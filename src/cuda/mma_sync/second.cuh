@@ -182,7 +182,7 @@ struct SecondFactors {
       const float tangent = ptx::fma(moved.x[m][n][e], scales.scale, score * scales.scale_tangent);
       const float exponent = ptx::fma(score, scales.scale, row.minus_lse);
       const float p = ptx::ex2(ptx::fma(exponent, kLog2e, row.minus_low));
-      const float p_moved = p * (tangent - row.mean);
+      const float p_moved = p * (tangent - row.lse_tangent);
       const float from_tangent = of_tangents.x[m][n][e] - row.delta;
       const float dz_tangent = p * from_tangent;
       const float dz = ptx::fma(p, of_scores.x[m][n][e] - row.second_delta, p_moved * from_tangent);

@@ -71,11 +71,11 @@ void second_prepare(TILEWISE_PARAMETER SecondParams p) {
     }
     if (column != 0) continue;
     LogSum sum;
-    float mean = 0.0f;
+    float lse_tangent = 0.0f;
     if (in_use) {
       sum = common::log_sum_at(
           problem, s.lse_offset(problem.lse_stride_batch, row) + head * problem.lse_stride_head);
-      mean = t.lse[s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head];
+      lse_tangent = t.lse[s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head];
       delta -= dlse_at(t.dlse, t.dlse_stride_batch, t.dlse_stride_head, s, head, row);
       second_delta -= dlse_at(g.dlse, g.dlse_stride_batch, g.dlse_stride_head, s, head, row);
     }
@@ -83,7 +83,7 @@ void second_prepare(TILEWISE_PARAMETER SecondParams p) {
     const bool weighs = in_use && sum.lse != kMinusInfinity;
     p.row_minus_lse[at] = weighs ? -sum.lse : kMinusInfinity;
     p.row_minus_low[at] = -sum.low * kLog2e;
-    p.row_mean[at] = mean;
+    p.row_lse_tangent[at] = lse_tangent;
     p.row_delta[at] = delta;
     p.row_second_delta[at] = second_delta;
   }

@@ -15,7 +15,7 @@ struct SecondStatistics {
 
   float minus_lse;
   float minus_low;
-  float mean;
+  float lse_tangent;
   float delta;
   float second_delta;
 };
@@ -33,7 +33,7 @@ class StatisticsTable {
     const int thread = opaque_thread<C>();
     if (thread >= kRows / 4) return;
     const float* const from[SecondStatistics::kCount] = {
-        p.row_minus_lse, p.row_minus_low, p.row_mean, p.row_delta, p.row_second_delta};
+        p.row_minus_lse, p.row_minus_low, p.row_lse_tangent, p.row_delta, p.row_second_delta};
 #pragma unroll
     for (int i = 0; i < SecondStatistics::kCount; ++i)
       tile::copy_chunk<typename C::Arch>(at_ + static_cast<uint32_t>(i * kRows * 4 + thread * 16),

@@ -41,7 +41,7 @@ struct SecondShared : SharedTangents {
   // Rows: offsets in dout (Shared::out has those in dout'), lse' and delta (Shared::delta has
   // delta').
   int64_t result_dout[kTile];
-  float mean[kTile];
+  float lse_tangent[kTile];
   float second_delta[kTile];
 };
 
@@ -88,7 +88,7 @@ struct Second : Backward<C, kOwnsKeys> {
     const int64_t row = to.row[r];
     const int64_t head = to.head[r];
     to.result_dout[r] = s.row_offset(g.dout, row) + head * g.dout.stride_head;
-    to.mean[r] = t.lse[s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head];
+    to.lse_tangent[r] = t.lse[s.lse_offset(t.lse_stride_batch, row) + head * t.lse_stride_head];
     const int64_t at = delta_index(params, row, head);
     to.delta[r] = params.row_delta[at];
     to.second_delta[r] = params.row_second_delta[at];
@@ -122,7 +122,7 @@ struct Second : Backward<C, kOwnsKeys> {
     float tangent = score.derivative * scaled;
     if (t.bias != nullptr)
       tangent += bias_value(t.bias, p.bias_dtype, shared_tangents().bias_tangent[r] + key);
-    const float centred = tangent - second_shared().mean[r];
+    const float centred = tangent - second_shared().lse_tangent[r];
     if (!derivatives) return {weight, weight * centred};
     return {weight * score.derivative,
             weight * (score.derivative * centred + score.second * scaled)};
