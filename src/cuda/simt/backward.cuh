@@ -418,9 +418,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_keys(TILEWISE_PARAMETER BackwardParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.key_flags); tile != kNoTile;
-       tile = next_tile(params.key_flags))
-    backward_key_tile<C>(params, tile);
+  for_each_tile(params.key_flags, [&](int32_t tile) { backward_key_tile<C>(params, tile); });
 }
 
 template <class C>
@@ -438,9 +436,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void backward_rows(TILEWISE_PARAMETER BackwardParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.row_flags); tile != kNoTile;
-       tile = next_tile(params.row_flags))
-    backward_row_tile<C>(params, tile);
+  for_each_tile(params.row_flags, [&](int32_t tile) { backward_row_tile<C>(params, tile); });
 }
 
 }  // namespace tilewise::cuda::simt

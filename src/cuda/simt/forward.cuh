@@ -286,8 +286,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void forward(TILEWISE_PARAMETER ForwardParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.flags); tile != kNoTile; tile = next_tile(params.flags))
-    forward_tile<C>(params, tile);
+  for_each_tile(params.flags, [&](int32_t tile) { forward_tile<C>(params, tile); });
 }
 
 }  // namespace tilewise::cuda::simt

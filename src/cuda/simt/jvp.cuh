@@ -196,8 +196,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void jvp(TILEWISE_PARAMETER JvpParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.flags); tile != kNoTile; tile = next_tile(params.flags))
-    jvp_tile<C>(params, tile);
+  for_each_tile(params.flags, [&](int32_t tile) { jvp_tile<C>(params, tile); });
 }
 
 }  // namespace tilewise::cuda::simt

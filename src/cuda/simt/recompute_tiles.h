@@ -38,16 +38,17 @@ TILEWISE_DEVICE int32_t next_flagged(const Flags& flags, int64_t from) {
   return kNoTile;
 }
 
-// The loop over the tiles: `for (t = first_tile(f); t != kNoTile; t = next_tile(f))`. Without flags
-// the only tile is the CTA's index. next_tile reads the current tile from shared memory, so that no
-// register holds it meanwhile.
-TILEWISE_DEVICE int32_t first_tile(const Flags& flags) {
+// Calls compute(tile) for the tiles of this CTA. Without flags the only tile is the CTA's index.
+// The current tile is read from shared memory, so that no register holds it meanwhile.
+template <class Compute>
+TILEWISE_DEVICE void for_each_tile(const Flags& flags, const Compute& compute) {
   const int64_t block = ptx::block_index();
-  return flags.data == nullptr ? static_cast<int32_t>(block) : next_flagged(flags, block);
-}
-TILEWISE_DEVICE int32_t next_tile(const Flags& flags) {
-  return flags.data == nullptr ? kNoTile
-                               : next_flagged(flags, shared().flagged + ptx::grid_blocks());
+  int32_t tile = flags.data == nullptr ? static_cast<int32_t>(block) : next_flagged(flags, block);
+  while (tile != kNoTile) {
+    compute(tile);
+    tile = flags.data == nullptr ? kNoTile
+                                 : next_flagged(flags, shared().flagged + ptx::grid_blocks());
+  }
 }
 
 }  // namespace tilewise::cuda::simt

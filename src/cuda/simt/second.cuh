@@ -366,9 +366,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void second_keys(TILEWISE_PARAMETER SecondParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.key_flags); tile != kNoTile;
-       tile = next_tile(params.key_flags))
-    second_key_tile<C>(params, tile);
+  for_each_tile(params.key_flags, [&](int32_t tile) { second_key_tile<C>(params, tile); });
 }
 
 template <class C>
@@ -386,9 +384,7 @@ template <class C>
 TILEWISE_KERNEL(kThreads, C::kBlocksPerSm)
 void second_rows(TILEWISE_PARAMETER SecondParams params) {
   ptx::griddepcontrol_wait();
-  for (int32_t tile = first_tile(params.row_flags); tile != kNoTile;
-       tile = next_tile(params.row_flags))
-    second_row_tile<C>(params, tile);
+  for_each_tile(params.row_flags, [&](int32_t tile) { second_row_tile<C>(params, tile); });
 }
 
 // Grid: dbias_blocks(p, g).
