@@ -139,7 +139,8 @@ struct Sm90a {
                                        .send = SendDq::under_scores,
                                        .consumer_registers = 240,
                                        .producer_registers = 24,
-                                       .option_loops = false};
+                                       .option_loops = false,
+                                       .spare_registers = false};
     if (head_dim <= 192)
       return small ? WgmmaBackwardTile{}
                    : WgmmaBackwardTile{.keys = 96,
@@ -163,10 +164,10 @@ struct Sm90a {
   }
   // The same tile for the masked form. The warp that reads the mask needs more registers than those
   // that load and reduce: consumers can give 16 of each thread's, or 8 at D64, without spills in
-  // their loop. Only beside tiles of 80 queries they have none to give.
+  // their loop, except beside tiles that leave no register.
   static constexpr WgmmaBackwardTile masked_backward(int head_dim, TileSize size) {
     WgmmaBackwardTile tile = backward(head_dim, size);
-    if (head_dim > kMaxMaskedHeadDim || tile.queries == 80) return {};
+    if (head_dim > kMaxMaskedHeadDim || !tile.spare_registers) return {};
     const int given = head_dim <= 64 ? 8 : 16;
     tile.consumer_registers -= given;
     tile.producer_registers += 2 * given;

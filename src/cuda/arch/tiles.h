@@ -92,6 +92,9 @@ struct WgmmaBackwardTile {
   int consumer_registers;
   int producer_registers;
   bool option_loops;  // the general form has one more loop per option, for calls with only that one
+  // Whether the loop of the consumers leaves registers for what it could also read from shared
+  // memory, and for a warp that reads a mask.
+  bool spare_registers = true;
 
   constexpr int threads() const { return 384; }  // two consumer warpgroups and one producer
 };

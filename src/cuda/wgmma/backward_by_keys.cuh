@@ -146,10 +146,10 @@ TILEWISE_DEVICE int32_t mainloop_by_keys(const TmaBackwardParams& params,
     if (Plan::kTile.send == arch::SendDq::at_once) dq_staging.send();
     ptx::wgmma_wait_group<0>();
     ptx::mbarrier_arrive(barriers.q_empty(stage));
-    if constexpr (Plan::kQueries == 80)  // this tile has no register for `begin` (RowWalk)
-      walk.advance(Plan::kQueries);
-    else
+    if constexpr (Plan::kTile.spare_registers)
       walk.advance(Plan::kQueries, begin);
+    else
+      walk.advance(Plan::kQueries);
   }
   ptx::wgmma_wait_group<0>();
   ptx::fence_register(dk);
