@@ -12,6 +12,8 @@
 // single split are written by the main kernel, rows that are not in use by the prepare kernel.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/batch_chunks.h"
 #include "cuda/common/block.h"
 #include "cuda/common/combine.h"
@@ -36,7 +38,7 @@ struct CombinedRow {
   int64_t first = 0;
   int64_t second = 0;
   int64_t stride = 0;
-  int64_t columns = 0;  // of a row of partial_out; only combine_by_warps reads it
+  int64_t columns = 0;  // of a row of partial_out
   bool combines_flags = false;
 
   TILEWISE_DEVICE bool is_idle() const { return !location.in_use && !combines_flags; }
@@ -122,6 +124,7 @@ struct ChunkRow : CombinedRow {
     const int32_t r = params.packed_rows.remainder(index);
     const Divisor& heads = params.order.heads;
     const int32_t sequence = heads.quotient(tile);
+    columns = params.problem.head_dim_v;
     BatchChunks batch(params);
     splits = batch.count(sequence);
     if (splits == 1) return;
@@ -170,6 +173,7 @@ struct StreamKRow : CombinedRow {
 template <class Element, class Row>
 struct Combine {
   using T = typename Element::Storage;
+  static_assert(!std::is_same_v<Row, StreamKRow>, "`load` reads rows of head_dim_v columns");
 
   const ForwardParams& params;
   const Problem& p;
