@@ -53,38 +53,57 @@ class KeyTile {
   TILEWISE_DEVICE explicit KeyTile(ptx::SharedAddress shared) : at_(shared + Plan::kKeyTile) {}
 
   // The rows that see key 0 of the CTA are first_row() ... last_row().
-  TILEWISE_DEVICE int32_t first_row() const { return get(0); }
-  TILEWISE_DEVICE int32_t last_row() const { return get(1); }
-  TILEWISE_DEVICE Range keys() const { return {get(2), min(get(3), get(2) + Plan::kKeys)}; }
+  TILEWISE_DEVICE int32_t first_row() const { return get(kFirstRow); }
+  TILEWISE_DEVICE int32_t last_row() const { return get(kLastRow); }
+  TILEWISE_DEVICE Range keys() const {
+    return {get(kFirstKey), min(get(kKeyEnd), get(kFirstKey) + Plan::kKeys)};
+  }
   // The keys from key 0 of the CTA to the end of the sequence.
   TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }
   TILEWISE_DEVICE UnmaskedRows unmasked_rows() const { return {get(10), get(11)}; }
   // The first row that is walked in each head, and the number of tiles skipped between heads.
-  TILEWISE_DEVICE int32_t begin() const { return get(4); }
-  TILEWISE_DEVICE int32_t skipped_tiles() const { return get(6); }
-  TILEWISE_DEVICE int32_t head() const { return get(8); }
-  TILEWISE_DEVICE int32_t sequence() const { return get(9); }
+  TILEWISE_DEVICE int32_t begin() const { return get(kFirstWalkedRow); }
+  TILEWISE_DEVICE int32_t skipped_tiles() const { return get(kSkippedTiles); }
+  TILEWISE_DEVICE int32_t head() const { return get(kHead); }
+  TILEWISE_DEVICE int32_t sequence() const { return get(kSequence); }
   // Whether the call has far rows (BackwardParams::far_rows).
-  TILEWISE_DEVICE bool far_rows() const { return (get(7) & kFarRows) != 0; }
+  TILEWISE_DEVICE bool far_rows() const { return (get(kFlags) & kFarRows) != 0; }
 
   // How many key tiles add to the row tile at `row` before this one. CTAs are numbered in the same
   // order (TileOrder), so a CTA only waits for earlier ones.
   TILEWISE_DEVICE int32_t semaphore_value(int32_t row) const {
-    const int32_t key = get(2);
+    const int32_t key = get(kFirstKey);
     const int32_t begin = max(0, row + key - last_row());
-    const int32_t end = min(get(3), min(get(5), row + Plan::kQueries) + key - first_row());
+    const int32_t end =
+        min(get(kKeyEnd), min(get(kRowEnd), row + Plan::kQueries) + key - first_row());
     const int32_t tile = key / Plan::kKeys;
-    return (get(7) & kLastFirst) != 0 ? (end - 1) / Plan::kKeys - tile : tile - begin / Plan::kKeys;
+    return (get(kFlags) & kLastFirst) != 0 ? (end - 1) / Plan::kKeys - tile
+                                           : tile - begin / Plan::kKeys;
   }
 
  private:
-  static constexpr int kWords = 12;
-  static constexpr int64_t kLastFirst = 1;
+  // The words that `store` writes.
+  enum Word : int {
+    kFirstRow,
+    kLastRow,
+    kFirstKey,
+    kKeyEnd,
+    kFirstWalkedRow,
+    kRowEnd,
+    kSkippedTiles,
+    kFlags,
+    kHead,
+    kSequence,
+    kUnmaskedBegin,
+    kUnmaskedEnd,
+    kWords
+  };
+  static_assert(Plan::kKeyTile + kWords * 4 == Plan::kMask);
+  static constexpr int64_t kLastFirst = 1;  // in kFlags
   static constexpr int64_t kFarRows = 2;
 
-  // Word i of those that `store` writes.
-  TILEWISE_DEVICE int32_t get(int i) const {
-    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + i * 4));
+  TILEWISE_DEVICE int32_t get(Word word) const {
+    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + word * 4));
   }
 
   ptx::SharedAddress at_;

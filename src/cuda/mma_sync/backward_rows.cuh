@@ -40,15 +40,16 @@ class TileRecord {
                            masked ? 1u : 0u, static_cast<uint32_t>(head)};
     ptx::st_shared_v4_b32(at_, x);
   }
-  TILEWISE_DEVICE int32_t row() const { return get(0); }
-  TILEWISE_DEVICE int32_t index() const { return get(1); }
-  TILEWISE_DEVICE bool masked() const { return get(2) != 0; }
-  TILEWISE_DEVICE int32_t head() const { return get(3); }  // in the group
+  TILEWISE_DEVICE int32_t row() const { return get(kRow); }
+  TILEWISE_DEVICE int32_t index() const { return get(kIndex); }
+  TILEWISE_DEVICE bool masked() const { return get(kMasked) != 0; }
+  TILEWISE_DEVICE int32_t head() const { return get(kHead); }  // in the group
 
  private:
-  // Word i of those that `store` writes.
-  TILEWISE_DEVICE int32_t get(int i) const {
-    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + static_cast<uint32_t>(i * 4)));
+  enum Word : int { kRow, kIndex, kMasked, kHead };  // the words that `store` writes
+
+  TILEWISE_DEVICE int32_t get(Word word) const {
+    return static_cast<int32_t>(ptx::ld_shared_b32(at_ + static_cast<uint32_t>(word * 4)));
   }
 
   ptx::SharedAddress at_;

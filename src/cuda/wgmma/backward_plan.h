@@ -24,22 +24,26 @@ struct BackwardPlan;
 struct BackwardBarriers {
   ptx::SharedAddress base;
 
-  TILEWISE_DEVICE ptx::SharedAddress k_full() const { return at(0, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(1, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress k_full() const { return at(kKFull); }
+  TILEWISE_DEVICE ptx::SharedAddress v_full() const { return at(kVFull); }
   // No warp reads K and V of the work tile any more; only its epilogue still reads its descriptor.
-  TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(2, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress kv_empty() const { return at(kKvEmpty); }
   // The last Q or dO of a sequence has landed, with rows past the end of the sequence.
-  TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(3, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(4, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress q_empty(int stage) const { return at(6, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_full(int stage) const { return at(8, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress dout_empty(int stage) const { return at(10, stage); }
-  TILEWISE_DEVICE ptx::SharedAddress descriptor_full(int stage) const { return at(14, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress tail_full() const { return at(kTailFull); }
+  TILEWISE_DEVICE ptx::SharedAddress q_full(int stage) const { return at(kQFull, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress q_empty(int stage) const { return at(kQEmpty, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_full(int stage) const { return at(kDoutFull, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress dout_empty(int stage) const { return at(kDoutEmpty, stage); }
+  TILEWISE_DEVICE ptx::SharedAddress descriptor_full(int stage) const {
+    return at(kDescriptorFull, stage);
+  }
   // In a cluster: the dS of the other CTA has arrived here; this CTA's dS has been read there.
-  TILEWISE_DEVICE ptx::SharedAddress peer_ds_full() const { return at(12, 0); }
-  TILEWISE_DEVICE ptx::SharedAddress peer_ds_empty() const { return at(13, 0); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_full() const { return at(kPeerDsFull); }
+  TILEWISE_DEVICE ptx::SharedAddress peer_ds_empty() const { return at(kPeerDsEmpty); }
 
-  static constexpr int bytes(int descriptor_stages) { return (14 + descriptor_stages) * 8; }
+  static constexpr int bytes(int descriptor_stages) {
+    return (kDescriptorFull + descriptor_stages) * 8;
+  }
 
   // Called by one thread; a barrier of the CTA or the cluster follows.
   TILEWISE_DEVICE void init(int consumer_warps, int reduction_warps, int empty_arrivals,
@@ -60,7 +64,23 @@ struct BackwardBarriers {
   }
 
  private:
-  TILEWISE_DEVICE ptx::SharedAddress at(int first, int stage) const {
+  // Where the stages of a barrier begin; those of the descriptors are last, because their number
+  // differs.
+  enum First : int {
+    kKFull,
+    kVFull,
+    kKvEmpty,
+    kTailFull,
+    kQFull,
+    kQEmpty = kQFull + 2,
+    kDoutFull = kQEmpty + 2,
+    kDoutEmpty = kDoutFull + 2,
+    kPeerDsFull = kDoutEmpty + 2,
+    kPeerDsEmpty,
+    kDescriptorFull,
+  };
+
+  TILEWISE_DEVICE ptx::SharedAddress at(First first, int stage = 0) const {
     return base + static_cast<uint32_t>((first + stage) * 8);
   }
 };

@@ -33,9 +33,9 @@ struct ForwardShared {
   static constexpr int kKAt = kTile.q_buffers * kQBytes;
   static constexpr int kVAt = kKAt + kTile.stages * KTile::kBytes;
   static constexpr int kBarriersAt = kVAt + kTile.stages * VTile::kBytes;
-  static constexpr int kMaskBarriersAt =  // the number of barriers before those of the mask
+  static constexpr int kBarriersBeforeMask =
       2 * kTile.q_buffers + 4 * kTile.stages + 3 * kTileStages + 1;
-  static constexpr int kBarriers = kMaskBarriersAt + (C::kMasked ? kMaskBarriers : 0);
+  static constexpr int kBarriers = kBarriersBeforeMask + (C::kMasked ? kMaskBarriers : 0);
   static constexpr int kTilesAt = round_up(kBarriersAt + 8 * kBarriers, 16);
   static constexpr int kTilesEnd = round_up(kTilesAt + kTileStages * sizeof(WorkTile), 16);
   // Per consumer warp: 16 bits for each of its rows and each key of a tile.
@@ -52,7 +52,7 @@ struct ForwardShared {
                                            .mask_warps = kMaskWarps,
                                            .consumer_warps = kConsumerWarps,
                                            .other_warps = 1,  // the producer warp
-                                           .barriers_at = kBarriersAt + 8 * kMaskBarriersAt,
+                                           .barriers_at = kBarriersAt + 8 * kBarriersBeforeMask,
                                            .at = kTilesEnd}>;
   static constexpr int kMasksAt = MaskRegion::kEnd;
   static constexpr int kMaskEnd = kMasksAt + kMaskWarps * static_cast<int>(sizeof(common::CtaMask));
