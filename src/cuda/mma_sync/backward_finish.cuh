@@ -6,6 +6,7 @@
 // dscale and the flag, which are reduced in shared memory at the end.
 #pragma once
 
+#include "cuda/common/finish_tile.h"
 #include "cuda/mma_sync/backward_prepare.cuh"
 #include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/shared.h"
@@ -129,32 +130,6 @@ class DqSubtile {
   int32_t column_;
 };
 
-// Reduces dscale and the flag over the CTA and stores them.
-TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
-  const int thread = ptx::thread_index();
-  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
-#pragma unroll
-  for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
-  const bool nonfinite = ptx::any(zero != 0.0f);
-  if (thread % 32 == 0) {
-    const ptx::SharedAddress slot = shared + static_cast<uint32_t>(thread / 32 * 8);
-    ptx::st_shared_b32(slot, ptx::bits_of(dscale));
-    ptx::st_shared_b32(slot + 4, nonfinite ? 1 : 0);
-  }
-  ptx::sync_block();
-  if (thread != 0) return;
-  float sum = 0.0f;
-  uint32_t flag = 0;
-  for (int i = 0; i < kFinishThreads / 32; ++i) {
-    uint32_t x[2];
-    ptx::ld_shared_v2_b32(x, shared + static_cast<uint32_t>(i * 8));
-    sum += ptx::float_of(x[0]);
-    flag |= x[1];
-  }
-  if (p.dscale_partials != nullptr) p.dscale_partials[tile] = sum;
-  if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
-}
-
 // Writes dQ = scale * sums for the valid rows; computes the tile's partial sum of dscale = sum(q dQ
 // / scale), and whether the sums are finite.
 template <class C>
@@ -176,10 +151,11 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   };
   load(0);  // before the tile is known; the sums of an unused tile are arbitrary
 
+  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   const bool needs_reduction = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   const RowBlock<C> block = RowBlock<C>::of(p);
   if (block.batch < 0) {
-    if (needs_reduction) finish_block(p, block.tile, 0.0f, 0.0f);
+    if (needs_reduction) common::finish_tile<kFinishThreads>(p, block.tile, 0.0f, 0.0f, shared);
     return;
   }
   const Problem& problem = p.problem;
@@ -215,7 +191,7 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
     if (first == Finish::kSubtiles) break;
     load(first);
   }
-  if (needs_reduction) finish_block(p, block.tile, dscale, zero);
+  if (needs_reduction) common::finish_tile<kFinishThreads>(p, block.tile, dscale, zero, shared);
 }
 
 }  // namespace tilewise::cuda::mma_sync

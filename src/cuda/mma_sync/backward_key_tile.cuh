@@ -2,22 +2,12 @@
 // shared memory, since registers are scarce.
 #pragma once
 
+#include "cuda/common/unmasked_rows.h"
 #include "cuda/mma_sync/backward_plan.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/shared.h"
 
 namespace tilewise::cuda::mma_sync {
-
-// Larger than every row and key of a sequence.
-inline constexpr int32_t kMaxRow = 1 << 30;
-
-// First rows of the query tiles that need no mask: all of their rows see all keys of the CTA.
-struct UnmaskedRows {
-  int32_t begin;
-  int32_t end;
-
-  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
-};
 
 template <class C>
 class KeyTile {
@@ -32,19 +22,20 @@ class KeyTile {
     const Range keys = {key, min(band.keys, key + Plan::kKeys)};
     // With far rows every tile takes the masked branch, which handles them.
     const Range all = keys.size() == Plan::kKeys && !far_rows ? band.rows_of_all(keys) : Range{};
-    const int64_t all_end = all.end == band.rows ? kMaxRow : all.end - Plan::kQueries + 1;
-    const int64_t x[kWords] = {clamp(key - band.shift() - band.right, -kMaxRow, kMaxRow),
-                               clamp(key - band.shift() + band.left, -kMaxRow, kMaxRow),
-                               key,
-                               band.keys,
-                               row_tiles.begin * Plan::kQueries,
-                               band.rows,
-                               head_tiles - row_tiles.size(),
-                               (last_first ? kLastFirst : 0) | (far_rows ? kFarRows : 0),
-                               work_tile.head,
-                               work_tile.sequence,
-                               all.begin,
-                               all.empty() ? 0 : all_end};
+    const int64_t all_end = all.end == band.rows ? common::kMaxRow : all.end - Plan::kQueries + 1;
+    const int64_t x[kWords] = {
+        clamp(key - band.shift() - band.right, -common::kMaxRow, common::kMaxRow),
+        clamp(key - band.shift() + band.left, -common::kMaxRow, common::kMaxRow),
+        key,
+        band.keys,
+        row_tiles.begin * Plan::kQueries,
+        band.rows,
+        head_tiles - row_tiles.size(),
+        (last_first ? kLastFirst : 0) | (far_rows ? kFarRows : 0),
+        work_tile.head,
+        work_tile.sequence,
+        all.begin,
+        all.empty() ? 0 : all_end};
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       ptx::st_shared_b32(shared + Plan::kKeyTile + i * 4, static_cast<uint32_t>(x[i]));
@@ -59,8 +50,10 @@ class KeyTile {
     return {get(kFirstKey), min(get(kKeyEnd), get(kFirstKey) + Plan::kKeys)};
   }
   // The keys from key 0 of the CTA to the end of the sequence.
-  TILEWISE_DEVICE int32_t key_count() const { return get(3) - get(2); }
-  TILEWISE_DEVICE UnmaskedRows unmasked_rows() const { return {get(10), get(11)}; }
+  TILEWISE_DEVICE int32_t key_count() const { return get(kKeyEnd) - get(kFirstKey); }
+  TILEWISE_DEVICE common::UnmaskedRows unmasked_rows() const {
+    return {get(kUnmaskedBegin), get(kUnmaskedEnd)};
+  }
   // The first row that is walked in each head, and the number of tiles skipped between heads.
   TILEWISE_DEVICE int32_t begin() const { return get(kFirstWalkedRow); }
   TILEWISE_DEVICE int32_t skipped_tiles() const { return get(kSkippedTiles); }

@@ -1,6 +1,7 @@
 // How the warps of a backward CTA divide its products, and the layout of its shared memory.
 #pragma once
 
+#include "cuda/common/finish_tile.h"
 #include "cuda/mma_sync/config.h"
 #include "cuda/params.h"
 
@@ -8,7 +9,7 @@ namespace tilewise::cuda::mma_sync {
 
 inline constexpr int kPrepareThreads = 128;
 inline constexpr int kFinishThreads = 128;
-inline constexpr int kFinishSharedBytes = kFinishThreads / 32 * 8;
+inline constexpr int kFinishSharedBytes = common::finish_tile_bytes(kFinishThreads);
 
 template <class C>
 class MaskedRows;  // backward_mask.cuh

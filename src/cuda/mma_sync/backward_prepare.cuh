@@ -9,6 +9,7 @@
 #include "attention/online_softmax.h"
 #include "cuda/common/far_rows.h"
 #include "cuda/common/out.h"
+#include "cuda/common/row_statistics.h"
 #include "cuda/mma_sync/backward_plan.h"
 #include "cuda/mma_sync/row_alignment.h"
 #include "cuda/ptx/block.h"
@@ -17,10 +18,6 @@
 #include "cuda/ptx/warp.h"
 
 namespace tilewise::cuda::mma_sync {
-
-// The row_lse of an unused row: exp2(x - 1e30) = 0 for every x, and no infinity is subtracted from
-// another.
-inline constexpr float kUnusedRow = -1e30f;
 
 // The row tile and query head of a CTA of the row kernels. Grids have fewer than 2^31 CTAs, so 32
 // bits suffice for everything except the first row of a varlen sequence.
@@ -76,28 +73,6 @@ TILEWISE_DEVICE void load_chunk(uint32_t (&r)[4], const typename C::Element::Sto
         r[i / 2] |= static_cast<uint32_t>(row[column + i].bits) << i % 2 * 16;
     }
   }
-}
-
-// Element i of the 16 bytes in `r`.
-template <class Element>
-TILEWISE_DEVICE float element_of(const uint32_t (&r)[4], int i) {
-  if constexpr (Element::kBytes == 4)
-    return ptx::float_of(r[i]);
-  else
-    return to_float(typename Element::Storage{
-        static_cast<uint16_t>(i % 2 == 0 ? r[i / 2] & 0xffffu : r[i / 2] >> 16)});
-}
-
-// Adds to `sum` the products of the columns from `column` on of an out in fp32 with the 16 bytes
-// `r` of dout.
-template <class Element>
-TILEWISE_DEVICE float add_wide_products(float sum, const float* out, int column, int columns,
-                                        const uint32_t (&r)[4]) {
-#pragma unroll
-  for (int e = 0; e < 16 / Element::kBytes; ++e) {
-    if (column + e < columns) sum = ptx::fma(out[column + e], element_of<Element>(r, e), sum);
-  }
-  return sum;
 }
 
 // How lanes divide rows.
@@ -191,15 +166,12 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i) {
         if (wide) {
-          product = add_wide_products<typename C::Element>(
+          product = common::add_wide_products<typename C::Element>(
               product, wide_out, (i * Lanes::kLanes + lane) * Lanes::kPerChunk,
               row_of_out < rows ? columns : 0, y[r][i]);
           continue;
         }
-#pragma unroll
-        for (int e = 0; e < Lanes::kPerChunk; ++e)
-          product = ptx::fma(element_of<typename C::Element>(x[r][i], e),
-                             element_of<typename C::Element>(y[r][i], e), product);
+        product = common::add_products<typename C::Element>(product, x[r][i], y[r][i]);
       }
       product = Lanes::sum(product);
       if (lane == r) delta = product;
@@ -208,7 +180,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     const int64_t at = int64_t{block.tile} * Plan::kQueries + (row - block.row0);
     const bool far = common::store_row_origin<typename C::Element>(p, at, sum);
     const bool none = sum.lse == kMinusInfinity;
-    p.row_lse[at] = none ? kUnusedRow : far ? 0.0f : -sum.lse * kLog2e;
+    p.row_lse[at] = none ? common::kUnusedRow : far ? 0.0f : -sum.lse * kLog2e;
     p.row_delta[at] = none ? 0.0f : dlse - delta;
   }
 }

@@ -39,7 +39,7 @@ class KeyMask {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int offset = 16 * m + 8 * half;
-        const int32_t first = offset < keys_ ? first_ + offset : kMaxRow;
+        const int32_t first = offset < keys_ ? first_ + offset : common::kMaxRow;
 #pragma unroll
         for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
 #pragma unroll

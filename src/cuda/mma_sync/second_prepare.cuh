@@ -12,8 +12,7 @@ template <class C>
 TILEWISE_DEVICE float add_dot(float sum, const tilewise_tensor& x, const tilewise_tensor& y,
                               const Sequence& s, int64_t head, int64_t row, int column,
                               int columns) {
-  using Element = typename C::Element;
-  using Storage = typename Element::Storage;
+  using Storage = typename C::Element::Storage;
   if (x.data == nullptr || y.data == nullptr) return sum;
   const auto load = [&](uint32_t (&to)[4], const tilewise_tensor& from) {
     load_chunk<C>(
@@ -25,10 +24,7 @@ TILEWISE_DEVICE float add_dot(float sum, const tilewise_tensor& x, const tilewis
   uint32_t of_y[4];
   load(of_x, x);
   load(of_y, y);
-#pragma unroll
-  for (int e = 0; e < 16 / Element::kBytes; ++e)
-    sum = ptx::fma(element_of<Element>(of_x, e), element_of<Element>(of_y, e), sum);
-  return sum;
+  return common::add_products<typename C::Element>(sum, of_x, of_y);
 }
 
 TILEWISE_DEVICE float dlse_at(const float* dlse, int64_t stride_batch, int64_t stride_head,

@@ -55,7 +55,7 @@ class ColumnScores {
       : work_tile_(work_tile),
         shared_(shared),
         row_(warp * 16 + ptx::lane_index() / 4),
-        unmasked_(work_tile),
+        unmasked_(unmasked_rows(work_tile)),
         scale_log2_(exponent_scale(score_of(p.problem).scale)),
         dropout_scale_(C::kGeneral ? dropout_of(p.problem).keep_scale : 1.0f) {
     if constexpr (C::kGeneral) far_rows_ = common::has_far_rows(p);
@@ -251,7 +251,7 @@ class ColumnScores {
   ptx::SharedAddress shared_;
   uint32_t at_;  // where the lane stores, in a tile of scores
   int32_t row_;  // first query of the thread, in the tile
-  UnmaskedRows unmasked_;
+  common::UnmaskedRows unmasked_;
   float scale_log2_;
   float dropout_scale_;    // of the weights that dropout keeps
   bool far_rows_ = false;  // whether the call has any

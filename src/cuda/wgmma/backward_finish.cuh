@@ -1,6 +1,7 @@
 // The kernel after the main kernel of the backward: converts dq_sum to dQ.
 #pragma once
 
+#include "cuda/common/finish_tile.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
@@ -23,7 +24,7 @@ struct FinishPlan : BackwardSums<C> {
   static constexpr int kGroupsPerWarp = ceil_div(kGroups, kWarps);
   static constexpr int kRowBytes = (C::kHeadDim + 8) * 2;  // 8 more columns avoid bank conflicts
   static constexpr int kDqTileBytes = Sums::kQueries * kRowBytes;
-  static constexpr int kSharedBytes = kDqTileBytes + kWarps * 8;
+  static constexpr int kSharedBytes = kDqTileBytes + common::finish_tile_bytes(kFinishThreads);
 };
 
 template <class C>
@@ -42,37 +43,6 @@ struct DqPosition {
     return Sums::kTransposedDq ? DqPosition{along, across} : DqPosition{across, along};
   }
 };
-
-// Writes a CTA's part of dscale, and a flag if its sums are not finite: `zero` is NaN in a thread
-// with such a sum, otherwise 0.
-template <class C>
-TILEWISE_DEVICE void finish_block(const BackwardParams& p, int32_t tile, float dscale, float zero) {
-  using Plan = FinishPlan<C>;
-  const int thread = ptx::thread_index();
-  const ptx::SharedAddress words =
-      ptx::shared_address(ptx::shared_memory()) + static_cast<uint32_t>(Plan::kDqTileBytes);
-#pragma unroll
-  for (int mask = 16; mask != 0; mask /= 2) dscale += ptx::shuffle_xor(dscale, mask);
-  const bool not_finite = ptx::any(zero != 0.0f);
-  if (thread % ptx::kWarpSize == 0) {
-    const ptx::SharedAddress words_of_warp =
-        words + static_cast<uint32_t>(thread / ptx::kWarpSize * 8);
-    ptx::st_shared_b32(words_of_warp, ptx::bits_of(dscale));
-    ptx::st_shared_b32(words_of_warp + 4, not_finite ? 1 : 0);
-  }
-  ptx::sync_block();
-  if (thread != 0) return;
-  float sum = 0.0f;
-  uint32_t flag = 0;
-  for (int i = 0; i < Plan::kWarps; ++i) {
-    uint32_t x[2];
-    ptx::ld_shared_v2_b32(x, words + static_cast<uint32_t>(i * 8));
-    sum += ptx::float_of(x[0]);
-    flag |= x[1];
-  }
-  if (p.dscale_partials != nullptr) p.dscale_partials[tile] = sum;
-  if (p.row_flags.data != nullptr) p.row_flags.data[tile] = static_cast<uint8_t>(flag);
-}
 
 // Writes four sums, scaled, to the tile of dQ in shared memory.
 template <class C>
@@ -108,10 +78,12 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const RowBlock block = RowBlock::of<Plan::kQueries>(problem);
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
+  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   ptx::griddepcontrol_wait();
   const bool needs_reduction = p.dscale_partials != nullptr || p.row_flags.data != nullptr;
   if (block.batch < 0) {
-    if (needs_reduction) finish_block<C>(p, block.tile, 0.0f, 0.0f);
+    if (needs_reduction)
+      common::finish_tile<kFinishThreads>(p, block.tile, 0.0f, 0.0f, shared + Plan::kDqTileBytes);
     return;
   }
 
@@ -126,7 +98,6 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
   const auto rows = static_cast<int32_t>(min<int64_t>(s.band.rows - block.row0, Plan::kQueries));
   const auto columns = static_cast<int32_t>(problem.head_dim);
   const float scale = score_of(problem).scale;
-  const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   const Storage* q = static_cast<const Storage*>(problem.q.data) +
                      block.head * problem.q.stride_head + s.row_offset(problem.q, block.row0);
   float dscale = 0.0f;
@@ -164,7 +135,8 @@ void backward_finish(TILEWISE_PARAMETER BackwardParams p) {
       ptx::st_global_v4_b32(dq + row * view.stride_row + column, x);
     }
   }
-  if (needs_reduction) finish_block<C>(p, block.tile, dscale, zero);
+  if (needs_reduction)
+    common::finish_tile<kFinishThreads>(p, block.tile, dscale, zero, shared + Plan::kDqTileBytes);
 }
 
 }  // namespace tilewise::cuda::wgmma

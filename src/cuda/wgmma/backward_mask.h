@@ -12,14 +12,15 @@ class KeyMask {
 
  public:
   // `key`: the thread's first key, in the CTA. Its other key is 8 further on.
-  TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key) : unmasked_(work_tile) {
+  TILEWISE_DEVICE KeyMask(const TileDescriptor& work_tile, int key)
+      : unmasked_(unmasked_rows(work_tile)) {
     const int32_t diagonal = work_tile.key + key;
     const int32_t lane_row = ptx::lane_index() % 4 * 2;
     rows_ = static_cast<uint32_t>(work_tile.high) - static_cast<uint32_t>(work_tile.low);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool in_use = key + 8 * half < work_tile.key_count;
-      first_[half] = (in_use ? diagonal + 8 * half - work_tile.high : kMaxRow) - lane_row;
+      first_[half] = (in_use ? diagonal + 8 * half - work_tile.high : common::kMaxRow) - lane_row;
     }
   }
 
@@ -44,7 +45,7 @@ class KeyMask {
  private:
   int32_t first_[2];  // first row that sees the key, less the thread's first row of a tile
   uint32_t rows_;     // how many rows after it see the key
-  UnmaskedRows unmasked_;
+  common::UnmaskedRows unmasked_;
 };
 
 }  // namespace tilewise::cuda::wgmma

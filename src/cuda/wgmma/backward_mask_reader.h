@@ -125,7 +125,7 @@ class BackwardMaskReader : NearRanges<BackwardMaskReader<C>> {
       coverage = mask().coverage({head, head + 1}, {of_tile.begin, of_tile.end}, keys());
     }
     const bool is_full =
-        coverage == Coverage::full && UnmaskedRows(*work_tile_).contains(of_tile.begin);
+        coverage == Coverage::full && unmasked_rows(*work_tile_).contains(of_tile.begin);
     const uint32_t visible =
         ptx::ballot(of_tile.begin < of_tile.end && (coverage != Coverage::none || visits_all()));
     const uint32_t full = ptx::ballot(is_full);

@@ -5,6 +5,7 @@
 #include "cuda/common/exponent_scale.h"
 #include "cuda/common/far_rows.h"
 #include "cuda/common/out.h"
+#include "cuda/common/row_statistics.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/warp.h"
@@ -15,10 +16,6 @@
 namespace tilewise::cuda::wgmma {
 
 inline constexpr int kPrepareThreads = kRowThreads;
-
-// The row_lse of a row that is not in use or sees no key. Its P is exp2(s - 1e30) = 0; an infinite
-// row_lse could give NaN.
-inline constexpr float kNoRow = -1e30f;
 
 // The rows of a tile are distributed over the threads, kLanes lanes per row, with all loads in
 // flight together.
@@ -45,38 +42,10 @@ struct RowLanes {
 template <class C>
 inline constexpr int kPrepareSplits = BackwardSums<C>::kQueries / RowLanes<C>::kRows;
 
-// The element in the low half.
-template <class Element>
-TILEWISE_DEVICE float element_of(uint32_t x) {
-  return to_float(typename Element::Storage{static_cast<uint16_t>(x & 0xffffu)});
-}
-
-// `sum` plus the dot product of eight elements.
-template <class Element>
-TILEWISE_DEVICE float add_products(float sum, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = ptx::fma(element_of<Element>(a[i]), element_of<Element>(b[i]), sum);
-    sum = ptx::fma(element_of<Element>(a[i] >> 16), element_of<Element>(b[i] >> 16), sum);
-  }
-  return sum;
-}
-
-// The same for eight elements `a` of an out in fp32.
-template <class Element>
-TILEWISE_DEVICE float add_wide_products(float sum, const float* a, const uint32_t (&b)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = ptx::fma(a[2 * i], element_of<Element>(b[i]), sum);
-    sum = ptx::fma(a[2 * i + 1], element_of<Element>(b[i] >> 16), sum);
-  }
-  return sum;
-}
-
 // The value at which S starts, or which is added to it (BackwardSums), for a row with this lse.
 template <class C>
 TILEWISE_DEVICE float row_lse(float lse, float scale_log2) {
-  const float x = lse == kMinusInfinity ? kNoRow : -lse * kLog2e;
+  const float x = lse == kMinusInfinity ? common::kUnusedRow : -lse * kLog2e;
   if constexpr (BackwardSums<C>::kPreload) {
     const float quotient = x / scale_log2;
     return quotient > 1e38f ? 1e38f : quotient < -1e38f ? -1e38f : quotient;
@@ -184,7 +153,7 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
     if (!wide) {
 #pragma unroll
       for (int i = 0; i < Lanes::kColumns; ++i)
-        delta = add_products<typename C::Element>(delta, x[pass][i], y[pass][i]);
+        delta = common::add_products<typename C::Element>(delta, x[pass][i], y[pass][i]);
     } else if (row < rows) {
       const float* const out = static_cast<const float*>(problem.out.data) +
                                block.head * problem.out.stride_head +
@@ -193,7 +162,8 @@ void backward_prepare(TILEWISE_PARAMETER BackwardParams p) {
       for (int i = 0; i < Lanes::kColumns; ++i) {
         const int column = (i * Lanes::kLanes + lane) * 8;
         if (column < columns)
-          delta = add_wide_products<typename C::Element>(delta, out + column, y[pass][i]);
+          delta =
+              common::add_wide_products<typename C::Element>(delta, out + column, 0, 8, y[pass][i]);
       }
     }
 #pragma unroll

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/schedule.h"
+#include "cuda/common/unmasked_rows.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/wgmma/backward_plan.h"
@@ -72,7 +73,7 @@ struct DescriptorBuilder {
     r.row_batch_index = static_cast<int32_t>(sequence.batch_index);
     // If the sequence ends where the tensor ends, TMA reads zeros past its last row.
     const bool ends = sequence.first_row + rows == problem.seqlen_q;
-    r.valid_rows = ends ? kMaxRow : static_cast<int32_t>(rows);
+    r.valid_rows = ends ? common::kMaxRow : static_cast<int32_t>(rows);
   }
 
   TILEWISE_DEVICE void set_keys(TileDescriptor& r, Range peer_keys) const {
@@ -97,15 +98,17 @@ struct DescriptorBuilder {
 
   TILEWISE_DEVICE void set_band(TileDescriptor& r) const {
     const Band& band = sequence.band;
-    r.low = static_cast<int32_t>(clamp(band.shift() - band.left, -kMaxRow, kMaxRow));
-    r.high = static_cast<int32_t>(clamp(band.shift() + band.right, -kMaxRow, kMaxRow));
+    r.low =
+        static_cast<int32_t>(clamp(band.shift() - band.left, -common::kMaxRow, common::kMaxRow));
+    r.high =
+        static_cast<int32_t>(clamp(band.shift() + band.right, -common::kMaxRow, common::kMaxRow));
     r.rows = static_cast<int32_t>(band.rows);
     r.keys = static_cast<int32_t>(band.keys);
     r.shift = static_cast<int32_t>(band.shift());
     const Range all = keys.size() == kKeys ? band.rows_of_all(keys) : Range{};
     if (all.empty()) return;
     // Rows past the last one need no mask, because their P is 0.
-    const int64_t end = all.end == band.rows ? int64_t{kMaxRow} : all.end - kQueries + 1;
+    const int64_t end = all.end == band.rows ? int64_t{common::kMaxRow} : all.end - kQueries + 1;
     r.unmasked_begin = static_cast<int32_t>(all.begin);
     r.unmasked_end = static_cast<int32_t>(end);
   }
@@ -175,16 +178,9 @@ struct RowWalk {
   }
 };
 
-// Query tiles whose first row is in this range need no mask: all their rows see all keys of the
-// CTA.
-struct UnmaskedRows {
-  int32_t begin;
-  int32_t end;
-
-  TILEWISE_DEVICE explicit UnmaskedRows(const TileDescriptor& work_tile)
-      : begin(work_tile.unmasked_begin), end(work_tile.unmasked_end) {}
-  TILEWISE_DEVICE bool contains(int32_t row) const { return row >= begin && row < end; }
-};
+TILEWISE_DEVICE common::UnmaskedRows unmasked_rows(const TileDescriptor& work_tile) {
+  return {work_tile.unmasked_begin, work_tile.unmasked_end};
+}
 
 // Semaphore order of deterministic dQ sums: how many key tiles add to a query tile before this one
 // does. CTAs are numbered in the same order (TileOrder), so a CTA waits only for earlier ones.
