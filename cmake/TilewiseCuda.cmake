@@ -6,9 +6,10 @@
 #   TILEWISE_CUDA                 AUTO: for the GPU of this machine, if it has one and nvcc is found;
 #                                 ON: for every architecture (takes minutes, needs no GPU); OFF
 #   TILEWISE_CUDA_ARCHITECTURES   overrides that choice: "all", "native" or numbers, e.g. "90;120"
-#   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128", or "64;mma_sync:96"
-#                                 to limit one to a family; empty: all
-#   TILEWISE_CUDA_ELEMENTS        build only these elements, e.g. "BF16"; empty: all
+#   TILEWISE_CUDA_HEAD_DIMS       build only these head-dim tiles, e.g. "64;128"; "64;mma_sync:96" or
+#                                 "64;Sm90:96" limits one to a family or a tile table; empty: all
+#   TILEWISE_CUDA_ELEMENTS        build only these elements, e.g. "BF16" or, likewise, "F16;Sm90:BF16";
+#                                 empty: all
 #   TILEWISE_CUDA_TABLES          build only these tile tables, e.g. "Sm75;Sm90"; empty: all
 #   TILEWISE_CUDA_FORCED_TABLES   also these tile tables, e.g. "Sm86;Sm120", as machine code for the
 #                                 chosen GPUs, so that tests can force them without the GPUs they
@@ -174,6 +175,16 @@ function(tilewise_code_of table result)
 endfunction()
 
 # --- instances -----------------------------------------------------------------------------------
+# Whether a list of this build names the value, alone or with its family or tile table.
+function(tilewise_is_chosen chosen value family table result)
+  set(found OFF)
+  if(NOT chosen OR value IN_LIST chosen OR "${family}:${value}" IN_LIST chosen
+     OR "${table}:${value}" IN_LIST chosen)
+    set(found ON)
+  endif()
+  set(${result} ${found} PARENT_SCOPE)
+endfunction()
+
 # Sets the list cuda_tables and, for each of its tables, cuda_number_<table> and all_<table> (the
 # architectures of "all"); and the list cuda_instances, whose lines are
 # "family table element head_dim head_dim_v [option of ptxas]", of the instances to build.
@@ -220,9 +231,9 @@ macro(tilewise_read_instances)
     list(GET fields 1 table)
     list(GET fields 2 element)
     list(GET fields 3 head_dim)
-    if((NOT TILEWISE_CUDA_ELEMENTS OR element IN_LIST TILEWISE_CUDA_ELEMENTS)
-       AND (NOT TILEWISE_CUDA_HEAD_DIMS OR head_dim IN_LIST TILEWISE_CUDA_HEAD_DIMS
-            OR "${family}:${head_dim}" IN_LIST TILEWISE_CUDA_HEAD_DIMS)
+    tilewise_is_chosen("${TILEWISE_CUDA_ELEMENTS}" ${element} ${family} ${table} element_chosen)
+    tilewise_is_chosen("${TILEWISE_CUDA_HEAD_DIMS}" ${head_dim} ${family} ${table} head_dim_chosen)
+    if(element_chosen AND head_dim_chosen
        AND (NOT TILEWISE_CUDA_TABLES OR table STREQUAL "any" OR table IN_LIST TILEWISE_CUDA_TABLES))
       list(JOIN fields " " line)
       list(APPEND cuda_instances "${line}")

@@ -90,13 +90,22 @@ def not_launched(library: Path, folder: Path) -> list[str]:
 def of_preset(preset: dict[str, Any], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
     """Kernels that the emulator's preset builds (for the options see TilewiseCuda.cmake)."""
     options = preset["cacheVariables"]
-    tables = options.get("TILEWISE_CUDA_TABLES", "").split(";")
-    dims = options.get("TILEWISE_CUDA_HEAD_DIMS", "").split(";")
+
+    def chosen(option: str, value: str, family: str, table: str) -> bool:
+        named = {value, f"{family}:{value}", f"{table}:{value}"}
+        values = options.get(option, "").split(";")
+        return values == [""] or not named.isdisjoint(values)
+
     for kernel in kernels:
-        family, _, table, _, dim, _ = kernel
-        dim = dim.partition("x")[0]
-        built = dim == "-" or dims == [""] or {dim, f"{family}:{dim}"} & set(dims)
-        if built and (tables == [""] or family != "mma_sync" or table in tables):
+        family, _, table, element, dim, _ = kernel
+        of_instance = dim != "-"  # the others are in every build
+        head_dim = dim.partition("x")[0]
+        if of_instance and not (
+            chosen("TILEWISE_CUDA_HEAD_DIMS", head_dim, family, table)
+            and chosen("TILEWISE_CUDA_ELEMENTS", element, family, table)
+        ):
+            continue
+        if family != "mma_sync" or chosen("TILEWISE_CUDA_TABLES", table, family, table):
             yield kernel
 
 

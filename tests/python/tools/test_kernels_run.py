@@ -47,6 +47,9 @@ def test_kernels_that_a_preset_builds():
     assert of_preset() == ALL
     assert of_preset(HEAD_DIMS="64;512") == [TURING, SIMT, APPEND]
     assert of_preset(HEAD_DIMS="mma_sync:96;wgmma:192") == [AMPERE, HOPPER, APPEND]
+    assert of_preset(HEAD_DIMS="192;Sm86:96") == [AMPERE, HOPPER, APPEND]
+    assert of_preset(ELEMENTS="F16;wgmma:BF16") == [TURING, AMPERE, HOPPER, APPEND]
+    assert of_preset(ELEMENTS="F32;Sm75:F16;Sm90:BF16") == [TURING, SIMT, APPEND]
     assert of_preset(TABLES="Sm75;Sm90a") == [TURING, HOPPER, SIMT, APPEND]
 
 
