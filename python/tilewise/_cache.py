@@ -107,6 +107,7 @@ def check_cache(
 
 def check_new(new: NewKeys) -> bool:
     """Whether there are new keys; refuses arguments whose counterpart is missing."""
+    _check.flag("rotary_interleaved", new.rotary_interleaved)
     for first, second in (("k", "v"), ("rotary_cos", "rotary_sin")):
         given = [getattr(new, name) is not None for name in (first, second)]
         if given[0] != given[1]:

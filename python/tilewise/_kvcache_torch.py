@@ -159,7 +159,7 @@ def _write(
         options.leftpad_k,
         new.rotary_cos,
         new.rotary_sin,
-        new.rotary_interleaved,
+        bool(new.rotary_interleaved),
         single_position,
         options.k_descale,
         options.v_descale,

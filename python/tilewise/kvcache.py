@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._backend import cache_backend
-from ._check import UNBOUNDED, Window, flag
+from ._check import UNBOUNDED, Window
 from ._latent import check_given, check_one_tensor
 
 
@@ -115,8 +115,8 @@ def attention_with_kvcache(
     if head_dim_v is not None:
         v, v_descale = k, k_descale
     new = (
-        k, v, cache_seqlens, rotary_cos, rotary_sin,
-        flag("rotary_interleaved", rotary_interleaved), rotary_seqlens, cu_seqlens_k_new,
+        k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
+        cu_seqlens_k_new,
     )  # fmt: skip
     layout = (
         cache_batch_idx, cache_leftpad, block_table, num_splits, check, cu_seqlens_q, max_seqlen_q,
