@@ -293,7 +293,7 @@ def attention_with_kvcache(
     k, v, lengths, cos, sin, _, rotary_lengths, starts_new = new
     batch_idx, leftpad, table, num_splits, check, starts, max_rows, head_dim_v, indices = layout
     (
-        causal, window, scale, softcap, bias, alibi_slopes, sinks, _, _, _, tf32, _,
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, _, return_lse, _, tf32, _,
         batch_invariant, k_descale, v_descale, mask, return_max_logits,
         out_dtype, _, q_descale,
     ) = given  # fmt: skip
@@ -303,8 +303,8 @@ def attention_with_kvcache(
         k is None and v is None and cos is None and sin is None and rotary_lengths is None
         and starts is None and starts_new is None and max_rows is None and bias is None
         and alibi_slopes is None and sinks is None and k_descale is None and v_descale is None
-        and not check and indices is None and mask is None and not return_max_logits
-        and out_dtype is None and q_descale is None
+        and type(return_lse) is bool and check is False and return_max_logits is False
+        and indices is None and mask is None and out_dtype is None and q_descale is None
     ):  # fmt: skip
         results = _plain.indexed(
             q, k_cache, v_cache, None, None, None, lengths, table, batch_idx, leftpad, causal,

@@ -35,8 +35,9 @@ def attention(q: Any, k: Any, v: Any, layout: str, given: tuple[Any, ...]) -> Re
     if (
         bias is None and alibi_slopes is None and sinks is None and type(softcap) is float
         and softcap == 0.0 and type(dropout_p) is float and dropout_p == 0.0
-        and not batch_invariant and q_descale is None and k_descale is None and v_descale is None
-        and mask is None and not return_max_logits and out_dtype is None and not precise_backward
+        and type(return_lse) is bool and batch_invariant is False and return_max_logits is False
+        and precise_backward is False and q_descale is None and k_descale is None
+        and v_descale is None and mask is None and out_dtype is None
     ):  # fmt: skip
         result: Result | None = _plain.attention(
             q, k, v, causal, window, scale, return_lse, deterministic, tf32, layout
@@ -81,9 +82,9 @@ def attention_varlen(
     ) = given  # fmt: skip
     if (
         bias is None and alibi_slopes is None and sinks is None and type(dropout_p) is float
-        and dropout_p == 0.0 and not check and q_descale is None and k_descale is None
-        and v_descale is None and mask is None and not return_max_logits and out_dtype is None
-        and not precise_backward
+        and dropout_p == 0.0 and type(return_lse) is bool and check is False
+        and return_max_logits is False and precise_backward is False and q_descale is None
+        and k_descale is None and v_descale is None and mask is None and out_dtype is None
     ):  # fmt: skip
         results = _plain.varlen(
             q, k, v, sequences, causal, window, scale, softcap, deterministic, tf32,

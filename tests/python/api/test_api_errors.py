@@ -120,6 +120,26 @@ def test_truthy_flags_are_accepted(make, value):
     assert float(lse[0, 0]) == pytest.approx(math.log(3))
 
 
+FLAGS = ["return_lse", "tf32", "check", "batch_invariant", "return_max_logits"]
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize("flag", [*FLAGS, "deterministic", "precise_backward"])
+def test_flags_refuse_arrays(make, flag):
+    """Also with all other options at their defaults, which takes the fast path."""
+    for call in [varlen] if flag == "check" else [dense, varlen]:
+        with pytest.raises(TypeError, match=rf"(?s)^{flag} is .*, but must be True or False"):
+            call(make, **{flag: make(2)})
+
+
+@pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_kvcache_refuse_arrays(make, flag):
+    q, cache = make(2, 1, 4, 8), make(2, 7, 2, 8)
+    with pytest.raises(TypeError, match=rf"(?s)^{flag} is .*, but must be True or False"):
+        tilewise.attention_with_kvcache(q, cache, cache, **{flag: make(2)})
+
+
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize(("changes", "error", "words"), BOTH)
 def test_attention_refuses(make, changes, error, words):
