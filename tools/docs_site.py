@@ -34,7 +34,7 @@ OUTSIDE = {
 }
 CONTENTS = {
     "Guides": "options masks mla from-flexattention derivatives api c-api numerics performance "
-    "serving distributed migration packaging examples",
+    "serving distributed distributed-scaling migration packaging examples",
     "Integrations": "integrations/*",
     "Reference": "reference/python reference/c glossary",
     "How it works": "architecture kernels-hopper kernels-blackwell kernels-mma-sync "

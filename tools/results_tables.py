@@ -31,6 +31,7 @@ PAGES = (
     "docs/decode.md",
     "docs/derivatives.md",
     "docs/distributed.md",
+    "docs/distributed-scaling.md",
     "docs/masks.md",
 )
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
