@@ -105,7 +105,7 @@ def dropout(value: float) -> float:
 def numbers(request: Any) -> dict[str, Any]:
     """The options that are numbers or flags, by the names of the operators and of the C ABI."""
     left, right = window_bounds(request.causal, request.window)
-    flag("return_lse", request.return_lse)  # of Request.results
+    flag("return_lse", request.return_lse)  # Request.results reads it; the operators do not
     return {
         "window_left": left,
         "window_right": right,

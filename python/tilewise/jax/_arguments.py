@@ -153,12 +153,6 @@ def by_name(arrays: Iterable[Any]) -> Arrays:
     return dict(zip(("mask_first", "mask_entries", "mask_bits"), arrays, strict=False))
 
 
-def with_max_logits(request: Request) -> bool:
-    """Whether the request asks for the largest logits; refuses flags that are not booleans."""
-    _check.flag("return_lse", request.return_lse)
-    return _check.flag("return_max_logits", request.return_max_logits)
-
-
 def problem(
     arrays: Arrays,
     batch: int,

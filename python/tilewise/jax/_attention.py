@@ -158,7 +158,8 @@ def attention_with_kvcache(
 
 
 def _results(request: Request, problem: Problem, arrays: dict[str, Any]) -> Any:
-    results = _autodiff.attend(problem, _arguments.with_max_logits(request), arrays)
+    with_max_logits = _check.flag("return_max_logits", request.return_max_logits)
+    results = _autodiff.attend(problem, with_max_logits, arrays)
     if request.precise_backward and request.out_dtype != jnp.dtype("float32"):
         # JAX keeps the float32 out for the backward, and the gradient of the rounded one is exact.
         results["out"] = results["out"].astype(arrays["q"].dtype)

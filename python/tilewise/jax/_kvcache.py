@@ -43,7 +43,7 @@ def attend(
     request = request._replace(bias=None, mask=None)
     problem = _arguments.problem(arrays, batch, request, **numbers)
     problem = problem._replace(inference=True, head_dim_v=columns)
-    with_max_logits = _arguments.with_max_logits(request)
+    with_max_logits = _check.flag("return_max_logits", request.return_max_logits)
     if layout.indices is None:
         return _autodiff.attend(problem, with_max_logits, arrays)
     indices = _arguments.int32("indices", layout.indices, (*arrays["q"].shape[:-2], None))

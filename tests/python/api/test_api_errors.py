@@ -5,6 +5,7 @@ Tensors and arrays are refused in the same words where the rules are the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -125,19 +126,21 @@ FLAGS = ["return_lse", "tf32", "check", "batch_invariant", "return_max_logits"]
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize("flag", [*FLAGS, "deterministic", "precise_backward"])
-def test_flags_refuse_arrays(make, flag):
+def test_flags_refuse_other_values(make, flag):
     """Also with all other options at their defaults, which takes the fast path."""
-    for call in [varlen] if flag == "check" else [dense, varlen]:
+    calls = [varlen] if flag == "check" else [dense, varlen]
+    for call, value in itertools.product(calls, ("no", make(2))):
         with pytest.raises(TypeError, match=rf"(?s)^{flag} is .*, but must be True or False"):
-            call(make, **{flag: make(2)})
+            call(make, **{flag: value})
 
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flags_of_kvcache_refuse_arrays(make, flag):
+def test_flags_of_kvcache_refuse_other_values(make, flag):
     q, cache = make(2, 1, 4, 8), make(2, 7, 2, 8)
-    with pytest.raises(TypeError, match=rf"(?s)^{flag} is .*, but must be True or False"):
-        tilewise.attention_with_kvcache(q, cache, cache, **{flag: make(2)})
+    for value in ("no", make(2)):
+        with pytest.raises(TypeError, match=rf"(?s)^{flag} is .*, but must be True or False"):
+            tilewise.attention_with_kvcache(q, cache, cache, **{flag: value})
 
 
 @pytest.mark.parametrize("make", [tensor, array], ids=["tensor", "array"])
