@@ -2,12 +2,13 @@
 
 The masks are packed documents, causal with bidirectional spans, causal as a mask, a window with
 sink rows, and random blocks. FlexAttention is compiled, with a BlockMask made from the same rule.
-`causal=True` of Tilewise without a mask alternates with each of them ("of plain"). With --bias, so
-does Tilewise with the same pairs as a bias of 0 and minus infinity [1, 1, rows, keys], which is how
-a mask of pairs reaches it from other packages on a GPU (python/tilewise/integrations/_masks.py).
-The timing is that of bench_gpu.py.
+`causal=True` of Tilewise without a mask alternates with each of them ("of plain"). With --dense, so
+do Tilewise with the same pairs as a bias of 0 and minus infinity [1, 1, rows, keys], and PyTorch's
+scaled_dot_product_attention with them as a bool mask; masks.from_bool of that mask is timed, too
+(python/tilewise/integrations/_bool_masks.py). The timing is that of bench_gpu.py.
 
   python bench/bench_masks.py
+  python bench/bench_masks.py --dense --no-peers --head-dim 256
   python bench/bench_masks.py --filter documents --no-peers --json FILE
 """
 
@@ -22,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import bench_gpu
 import bench_options
 import gpu_timing
 import tilewise
-from tilewise import masks
+from tilewise import _block_tensors, masks
 from tilewise.cli.progress import Progress
 
 ROWS, HEADS, DIM = 8192, 16, 128
@@ -108,42 +110,68 @@ def flex(
     return functools.partial(compiled, *heads_first, block_mask=block_mask), backward
 
 
-def as_bias(
-    sees: Callable[[Tensor, Tensor], Tensor], leaves: Sequence[Tensor], dout: Tensor, rows: int
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward and backward of Tilewise with the pairs as a bias."""
-    index = torch.arange(rows, device=dout.device)
-    seen = sees(index[:, None], index[None, :])
-    bias = torch.where(seen, 0.0, -torch.inf).to(dout.dtype)[None, None]
-    saved: list[Tensor] = []
+Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
-    def forward() -> Any:
-        return tilewise.attention(*(x.detach() for x in leaves), bias=bias)
+
+def seen_by(sees: Callable[[Tensor, Tensor], Tensor], device: str, rows: int) -> Tensor:
+    """All pairs of a rule, bool [rows, rows]."""
+    index = torch.arange(rows, device=device)
+    return sees(index[:, None], index[None, :])
+
+
+def of_function(function: Callable[..., Tensor], leaves: Sequence[Tensor], dout: Tensor) -> Calls:
+    """Forward and backward of a function of q, k and v."""
+    saved: list[Tensor] = []
 
     def backward() -> Any:
         if not saved:
-            saved.append(tilewise.attention(*leaves, bias=bias))
+            saved.append(function(*leaves))
         return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)
 
-    return forward, backward
+    return lambda: function(*(x.detach() for x in leaves)), backward
+
+
+def dense_forms(seen: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Calls]:
+    """Tilewise with the pairs as a bias, and PyTorch with them as a bool mask."""
+    bias = torch.where(seen, 0.0, -torch.inf).to(dout.dtype)[None, None]
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        by_heads = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(*by_heads, attn_mask=seen)
+        return out.transpose(1, 2)
+
+    biased = functools.partial(tilewise.attention, bias=bias)
+    return {"bias": of_function(biased, leaves, dout), "SDPA": of_function(sdpa, leaves, dout)}
 
 
 def problem_of(
-    named: Named, device: str, rows: int, peers: bool, bias: bool
+    named: Named, device: str, rows: int, peers: bool, dense: bool, dim: int = DIM
 ) -> bench_options.Problem:
-    """The problem of a mask, beside FlexAttention and beside a bias."""
-    draw = functools.partial(bench_options.draw, device, 1, rows, HEADS, DIM)
+    """The problem of a mask, beside FlexAttention and beside the same pairs as a dense tensor."""
+    draw = functools.partial(bench_options.draw, device, 1, rows, HEADS, dim)
     leaves = (draw().requires_grad_(), draw().requires_grad_(), draw().requires_grad_())
     dout = draw()
     mask = named.mask.to(device)
-    flop = 4.0 * HEADS * DIM * rows * rows * named.mask.density(rows, rows)
+    flop = 4.0 * HEADS * dim * rows * rows * named.mask.density(rows, rows)
     others = {"Flex": flex(named.sees, leaves, dout, rows)} if peers else {}
-    if bias:
-        others["bias"] = as_bias(named.sees, leaves, dout, rows)
+    if dense:
+        others |= dense_forms(seen_by(named.sees, device, rows), leaves, dout)
     return bench_options.Problem(
         named.name, leaves, dout, flop, lambda *x: tilewise.attention(*x, mask=mask),
         others,
     )  # fmt: skip
+
+
+def conversion(named: Named, device: str, rows: int, clock: gpu_timing.Clock) -> dict[str, float]:
+    """Milliseconds of masks.from_bool and of finding the visible blocks, and their share."""
+    seen = seen_by(named.sees, device, rows)
+    four = seen[None, None]
+    calls = {
+        "from_bool_ms": lambda: masks.from_bool(seen),
+        "visible_share_ms": lambda: _block_tensors.visible_share(four),
+    }
+    times = {name: timing.median for name, timing in clock.interleave(calls, 5).items()}
+    return times | {"visible_share": _block_tensors.visible_share(four)}
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +182,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--filter", default="", metavar="WORD", help="masks whose name contains it")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true", help="without FlexAttention")
-    parser.add_argument("--bias", action="store_true", help="also the same pairs as a bias")
+    parser.add_argument("--dense", action="store_true",
+                        help="also the same pairs as a bias and as a bool mask")  # fmt: skip
+    parser.add_argument("--head-dim", type=int, default=DIM, metavar="D")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu tests the script itself, on a small problem")  # fmt: skip
@@ -165,22 +195,30 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         names = "; ".join(x.name for x in named_masks(rows))
         parser.error(f"--filter is {given.filter!r}, but must be part of one of {names}")
-    plain = bench_options.dense("plain", given.device, 1, rows, HEADS, HEADS, DIM)
+    plain = bench_options.dense("plain", given.device, 1, rows, HEADS, HEADS, given.head_dim)
     results = []
     with Progress(len(DIRECTIONS) * len(chosen), "problems") as bar:
         for named in chosen:
             peers = given.device == "cuda" and not given.no_peers
-            problem = problem_of(named, given.device, rows, peers, given.bias)
+            problem = problem_of(named, given.device, rows, peers, given.dense, given.head_dim)
             for direction in DIRECTIONS:
                 results.append(
                     bench_options.measure(problem, plain, direction, clock, given.rounds)
                 )
                 bar.update(point=named.name)
+            if given.dense:
+                results[-2] |= conversion(named, given.device, rows, clock)
     bench_options.show(results)
     for r in results:
+        if "from_bool_ms" in r:
+            print(
+                f"{r['name']}: from_bool {r['from_bool_ms']:.2f} ms; {r['visible_share']:.3f} of "
+                f"the blocks are visible, which takes {r['visible_share_ms']:.2f} ms to find"
+            )
         for name, why in r["left_out"].items():
             print(f"{r['direction']} {r['name']}: {name} does not support it: {why}")
-    bench_gpu.write({"machine": bench_gpu.machine(given.device), "rows": results}, given.json)
+    facts = {"machine": bench_gpu.machine(given.device), "head_dim": given.head_dim}
+    bench_gpu.write(facts | {"rows": results}, given.json)
     return 0
 
 

@@ -16,7 +16,6 @@ Array: TypeAlias = npt.NDArray[Any]
 Strip: TypeAlias = Callable[[int, int, int, int], Array]
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-_MANY_BYTES = 2**30
 
 
 class Lists(NamedTuple):
@@ -45,9 +44,18 @@ def build(strip: Strip, batch: int, heads: int, rows: int, keys: int) -> Lists:
             else:
                 entries.append(entry)
         first.append(len(entries))
-    _warn_of_size(len(known))
     bits = np.frombuffer(b"".join(known), np.int32).reshape(-1, BLOCK, BLOCK // 32)
     return Lists(np.array(first, np.int32), np.array(entries, np.int32).reshape(-1, 3), bits.copy())
+
+
+def visible_share(dense: Array) -> float:
+    """The share of the blocks of a mask, bool [batch, heads, rows, keys], that show a pair."""
+    batch, heads, rows, keys = dense.shape
+    starts, found = np.arange(blocks_of(keys)) * BLOCK, 0
+    for b, h, block in np.ndindex(batch, heads, blocks_of(rows)):
+        columns = dense[b, h, block * BLOCK : (block + 1) * BLOCK].any(axis=0)
+        found += int(np.logical_or.reduceat(columns, starts).sum())
+    return found / (batch * heads * blocks_of(rows) * blocks_of(keys))
 
 
 def _entries(tile: Array, keys: int, known: dict[bytes, int]) -> Iterator[list[int]]:
@@ -70,13 +78,14 @@ def _entries(tile: Array, keys: int, known: dict[bytes, int]) -> Iterator[list[i
             yield [at, at + 1, known.setdefault(packed, len(known))]
 
 
-def _warn_of_size(blocks: int) -> None:
+def warn_of_size(blocks: int, stacklevel: int = 4) -> None:
+    """Warns of a mask with so many different partial blocks; by default the third caller."""
     size = blocks * BLOCK * BLOCK // 8
-    if size > _MANY_BYTES:
+    if size > 2**30:
         warnings.warn(
             f"the mask has {blocks:,} different partial blocks, {size / 2**30:.1f} GB of bits: its "
             "pattern has hardly a block of 128 x 128 that is all visible or all hidden",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

@@ -163,7 +163,8 @@ class Ranges(_Combining):
     def blocks(self, seqlen_q: int, seqlen_k: int) -> Blocks:
         """The same mask as ``Blocks``, for sequences of these lengths, which are at least 1."""
         rows, keys = number("seqlen_q", seqlen_q, 1), number("seqlen_k", seqlen_k, 1)
-        return _from_strips(self.on_host()._strip(keys), self, rows, keys)
+        shape = (self.batch, self.heads, rows, keys)
+        return _from_strips(self.on_host()._strip(keys), shape, self._arrays()[0])
 
     def _shape(self, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, int]:
         ends = []
@@ -408,7 +409,7 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
 
 
 def from_bool(dense: Any) -> Blocks:
-    """The mask of a dense matrix, read 128 rows at a time.
+    """The mask of a dense matrix. A matrix on a GPU is converted there, which waits for the GPU.
 
     Args:
         dense: bool, a tensor or an array: [seqlen_q, seqlen_k], or [batch or 1, heads or 1,
@@ -428,12 +429,14 @@ def from_bool(dense: Any) -> Blocks:
             "[batch or 1, heads or 1, seqlen_q, seqlen_k], with sizes of at least 1"
         )
     four = dense[None, None] if dense.ndim == 2 else dense
-    batch, heads, rows, keys = four.shape
-    lists = _block_lists.build(
-        lambda b, h, begin, end: host(four[b, h, begin:end]), batch, heads, rows, keys
-    )
-    mask = rebuilt(Blocks, list(lists), (rows, keys, heads))
-    return mask.to(dense.device) if is_tensor(dense) else mask
+    if is_tensor(dense) and dense.device.type != "cpu":
+        from ._block_tensors import lists_of
+
+        lists = lists_of(four)
+        _block_lists.warn_of_size(lists.bits.shape[0], stacklevel=3)
+        return rebuilt(Blocks, list(lists), (*four.shape[2:], four.shape[1]))
+    array = host(four)
+    return _from_strips(lambda b, h, begin, end: array[b, h, begin:end], array.shape, dense)
 
 
 def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
@@ -458,17 +461,16 @@ def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
     from ._mask_flex import strip_of_flex
 
     strip, shape = strip_of_flex(block_mask)
+    return _from_strips(strip, shape, block_mask.kv_num_blocks)
+
+
+def _from_strips(strip: Strip, shape: tuple[int, ...], like: Any) -> Blocks:
+    """The mask of batch, heads, rows and keys that strips show; with tensors if `like` is one."""
     batch, heads, rows, keys = shape
     lists = _block_lists.build(strip, batch, heads, rows, keys)
+    _block_lists.warn_of_size(lists.bits.shape[0])
     mask = rebuilt(Blocks, list(lists), (rows, keys, heads))
-    return mask.to(block_mask.kv_num_blocks.device)
-
-
-def _from_strips(strip: Strip, like: Mask, rows: int, keys: int) -> Blocks:
-    lists = _block_lists.build(strip, like.batch, like.heads, rows, keys)
-    mask = rebuilt(Blocks, list(lists), (rows, keys, like.heads))
-    array = like._arrays()[0]
-    return mask.to(array.device) if is_tensor(array) else mask
+    return mask.to(like.device) if is_tensor(like) else mask
 
 
 def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str) -> Blocks:
@@ -494,7 +496,4 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
         )
         return join(left, right)
 
-    lists = _block_lists.build(strip, sizes[0], sizes[1], rows, keys)
-    mask = rebuilt(Blocks, list(lists), (rows, keys, sizes[1]))
-    array = sized.first
-    return mask.to(array.device) if is_tensor(array) else mask
+    return _from_strips(strip, (*sizes, rows, keys), sized.first)

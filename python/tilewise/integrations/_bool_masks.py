@@ -1,31 +1,42 @@
 """Dense bool masks as ``tilewise.masks.Blocks``, where that saves time.
 
 As a bias, a mask of rows x keys is read in full by every head, and nothing is skipped. In a mask of
-blocks the hidden ones cost nothing. Reading a mask once into blocks costs about as much as a third
-of a head, and the blocks are kept as long as the mask exists and does not change.
+blocks the hidden ones cost nothing. On a CPU, reading a mask once into blocks costs about as much
+as a third of a head. The blocks are kept as long as the mask exists and does not change.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise import masks
-from tilewise._block_lists import BLOCK, blocks_of
-from tilewise._mask_fields import host
+from tilewise._block_tensors import visible_share
 
 from ._masks import prefers_masks
 
 MIN_ROWS = 1024  # below, a call takes less time than looking at its mask may save
 
-# Nanoseconds a pair on one core of a Zen 5: conversion, 2.0 (blocks all full or hidden) to 3.2
-# (all partial) per matrix; attention in fp32 with heads of 64, 8.2 per head with a bias, and 6.5
-# per head with blocks if all are partial. Attention takes longer with more head dimensions and in
-# a backward, so that the rule below is careful. Finding the visible blocks takes 0.05.
-_CONVERT, _WITH_BIAS, _WITH_BLOCKS = 3.2, 8.2, 6.5
+
+class _Costs(NamedTuple):
+    """Nanoseconds. A decision by them is careful: attention takes longer in a backward."""
+
+    convert: float  # a pair of a matrix, at most
+    with_bias: float  # a pair of a head
+    with_blocks: float  # a pair of a head, if all blocks are partial
+    latency: float = 0.0  # a conversion of any size
+
+
+_COSTS = {
+    # One core of a Zen 5: conversion, 2.0 (blocks all full or hidden) to 3.2 (all partial);
+    # attention in fp32 with heads of 64.
+    "cpu": _Costs(3.2, 8.2, 6.5),
+    # An H200: attention in bf16 with heads of 128, the bias that of PyTorch's own kernels.
+    "cuda": _Costs(2e-3, 5e-4, 3e-4, 5e5),
+}
 
 _known: Any = WeakTensorKeyDictionary()  # mask: (its version, heads per matrix, Blocks or None)
 
@@ -34,7 +45,8 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
     """The blocks of a bool mask, or None if it should stay a bias.
 
     The result is kept with the mask, and made again after an operation has written to it. Writes
-    that have no version, by NumPy or through ``.data``, are not noticed.
+    that have no version, by NumPy or through ``.data``, are not noticed. A captured CUDA graph gets
+    None: it reads what the mask holds when it is replayed.
 
     Args:
         mask: bool, up to four dimensions [batch or 1, heads or 1, rows, keys], True for the pairs
@@ -48,7 +60,7 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
     """
     if not 2 <= mask.dim() <= 4 or mask.shape[-2] < MIN_ROWS or not prefers_masks(mask.device):
         return None
-    if mask.numel() == 0:
+    if mask.numel() == 0 or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     version = None if mask.is_inference() else mask._version
     four = mask[(None,) * (4 - mask.dim())]
@@ -59,19 +71,18 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
     if cached is not None and version is not None and cached[:2] == (version, shared_by):
         blocks: masks.Blocks | None = cached[2]
         return blocks
-    saved = shared_by * (_WITH_BIAS - _WITH_BLOCKS * _visible_share(matrices))
-    blocks = masks.from_bool(matrices) if saved > _CONVERT else None
+    blocks = masks.from_bool(matrices) if _pays(matrices, shared_by) else None
     if version is not None:
         _known[mask] = (version, shared_by, blocks)
     return blocks
 
 
-def _visible_share(matrices: Tensor) -> float:
-    """The share of the blocks of 128 x 128 pairs in which a pair is visible."""
-    batch, heads, rows, keys = matrices.shape
-    dense, found = host(matrices), 0
-    starts = np.arange(blocks_of(keys)) * BLOCK
-    for b, h, block in np.ndindex(batch, heads, blocks_of(rows)):
-        columns = dense[b, h, block * BLOCK : (block + 1) * BLOCK].any(axis=0)
-        found += int(np.logical_or.reduceat(columns, starts).sum())
-    return found / (batch * heads * blocks_of(rows) * blocks_of(keys))
+def _pays(matrices: Tensor, shared_by: float) -> bool:
+    """Whether a call in which so many heads share each matrix saves more than converting costs."""
+    costs, pairs = _COSTS[matrices.device.type], matrices.numel()
+    most = shared_by * costs.with_bias * pairs
+    converting = costs.convert * pairs + costs.latency
+    if most <= converting:
+        return False
+    saved = most - shared_by * costs.with_blocks * pairs * visible_share(matrices)
+    return saved > converting

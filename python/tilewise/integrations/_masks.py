@@ -9,11 +9,14 @@ from torch import Tensor
 
 
 def prefers_masks(device: torch.device) -> bool:
-    """Whether a tensor of pairs should become one of ``tilewise.masks`` on this device: on a CPU.
+    """Whether a pattern should become one of ``tilewise.masks`` on this device, and not a bias.
 
-    On a GPU it has not been measured whether such a mask is faster than a bias in cuda.wgmma.
+    On CPUs, and on GPUs of compute capability 9.0: the only ones where a mask has been measured
+    beside the same pairs as a bias (docs/masks.md).
     """
-    return device.type == "cpu"
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:

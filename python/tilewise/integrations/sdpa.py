@@ -16,9 +16,10 @@ kernels compute float64 and ``return_debug_mask``.
 ``aten::_flash_attention_forward`` and its backward run on Tilewise as well, on CUDA and also on the
 CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
 
-On the CPU, a bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays,
-so that what it hides is not computed. ``aten::scaled_dot_product_attention`` would turn it into
-numbers before it calls the flash backend, so such calls are taken from it.
+A bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays, on CPUs and
+on GPUs of compute capability 9.0, so that what it hides is not computed.
+``aten::scaled_dot_product_attention`` would turn it into numbers before it calls a backend, and on
+CUDA would not call the flash backend with a mask, so such calls are taken from it.
 
 With dropout, a forward and its backward must run on the same implementation, so the arguments that
 only PyTorch's kernels compute need a dropout_p of 0.
@@ -46,9 +47,17 @@ from tilewise._request import Request
 from tilewise.api import attention
 from tilewise.integrations import _flash_attention
 from tilewise.integrations._bool_masks import MIN_ROWS, as_blocks
-from tilewise.integrations._masks import as_bias, prefers_masks
+from tilewise.integrations._masks import as_bias
 
 NAME = "tilewise"
+
+_FLASH_BACKEND = _registry.SDPBackend.FLASH_ATTENTION.value
+# On CUDA, PyTorch's flash backend takes no masks: it chooses another fused one for them.
+_FUSED_ON_CUDA = (
+    _FLASH_BACKEND,
+    _registry.SDPBackend.EFFICIENT_ATTENTION.value,
+    _registry.SDPBackend.CUDNN_ATTENTION.value,
+)
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -195,8 +204,8 @@ def _attention_of_blocks(
     """``scaled_dot_product_attention`` with a bool mask that is computed faster as blocks.
 
     Returns:
-        The output; NotImplemented for all other calls, and for those that PyTorch would not give to
-        its flash backend.
+        The output; NotImplemented for all other calls, and for those that the flash backend would
+        not compute: PyTorch would choose another, or on CUDA the caller or the dtype excludes it.
     """
     mask = attn_mask
     if mask is None or mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-2] < MIN_ROWS:
@@ -205,10 +214,14 @@ def _attention_of_blocks(
         return NotImplemented
     if any(_is_wrapped(x) for x in (query, key, value, mask)):
         return NotImplemented
+    if query.is_cuda and (
+        query.dtype == torch.float32 or not torch.backends.cuda.flash_sdp_enabled()
+    ):
+        return NotImplemented
     choice = torch._fused_sdp_choice(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if choice != _registry.SDPBackend.FLASH_ATTENTION.value:
+    if choice not in (_FUSED_ON_CUDA if query.is_cuda else (_FLASH_BACKEND,)):
         return NotImplemented
     blocks = as_blocks(mask, query.shape[0], query.shape[1])
     if blocks is None:
@@ -250,12 +263,7 @@ GROUPS: tuple[dict[str, Operator], ...] = (
     },
     {
         "scaled_dot_product_attention": Operator(
-            tuple(
-                key
-                for name in _BOTH
-                if prefers_masks(torch.device(name.lower()))
-                for key in (f"Autograd{name}", name)
-            ),
+            tuple(key for name in _BOTH for key in (f"Autograd{name}", name)),
             _attention_of_blocks,
             1,
         ),

@@ -17,11 +17,18 @@ from torch.nn.attention import (  # noqa: E402
     sdpa_kernel,
 )
 
+from tilewise._block_tensors import visible_share  # noqa: E402
 from tilewise.integrations import _bool_masks, sdpa  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("active")
+pytestmark = [pytest.mark.usefixtures("active", "as_on_a_cpu"), pytest.mark.tensors]
 
 LENGTH = 1024
+
+
+@pytest.fixture
+def as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting pays on every device as it does on a CPU; on a GPU these masks are too small."""
+    monkeypatch.setitem(_bool_masks._COSTS, "cuda", _bool_masks._COSTS["cpu"])
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of the flash backend, which takes masks as numbers."""
+    """The calls of the CPU's flash backend, which takes masks as numbers."""
     seen: list[Any] = []
     real = sdpa.forward
     monkeypatch.setattr(sdpa, "forward", lambda *given: seen.append(given[-1]) or real(*given))
@@ -53,8 +60,11 @@ def documents(length: int = LENGTH) -> Tensor:
 
 
 def inputs(length: int = LENGTH, by_rows: bool = False) -> list[Tensor]:
+    """q, k and v [2 sequences, 2 heads, length, 8], in a dtype of the device's flash backend."""
     torch.manual_seed(2)
-    made = torch.randn(3, 2, length, 2, 8) if by_rows else torch.randn(3, 2, 2, length, 8)
+    dtype = torch.bfloat16 if torch.get_default_device().type == "cuda" else torch.float32
+    sizes = (3, 2, length, 2, 8) if by_rows else (3, 2, 2, length, 8)
+    made = torch.randn(*sizes, dtype=dtype)
     return [(x.transpose(1, 2) if by_rows else x).requires_grad_() for x in made]
 
 
@@ -66,6 +76,12 @@ def exact(tensors: list[Tensor], mask: Tensor, scale: float = 8**-0.5) -> list[T
     kept = mask.any(-1).expand(out.shape[:3])
     grads = torch.autograd.grad(out[kept].square().sum(), wide)
     return [out.detach(), *(x.nan_to_num(0.0) for x in grads)]
+
+
+def assert_close(given: Tensor, right: Tensor) -> None:
+    scale = max(1.0, float(right.abs().max()))
+    bound = 2e-6 if given.dtype == torch.float32 else 2e-2 * scale
+    torch.testing.assert_close(given.double(), right, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -85,7 +101,7 @@ def test_a_sparse_mask_is_computed_as_blocks(
     grads = torch.autograd.grad(out.square().sum(), tensors)
     assert conversions == [expected] and not biased
     for given, right in zip([out.detach(), *grads], exact(tensors, mask), strict=True):
-        torch.testing.assert_close(given.double(), right, atol=2e-6, rtol=2e-6)
+        assert_close(given, right)
     assert out.stride() == tensors[0].stride()
 
 
@@ -96,7 +112,7 @@ def test_a_mask_is_converted_once_and_again_when_it_changes(conversions: list[An
     mask[0:8, 0:8] = True
     changed = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
     assert len(conversions) == 2
-    torch.testing.assert_close(changed.double(), exact(tensors, mask)[0], atol=2e-6, rtol=2e-6)
+    assert_close(changed, exact(tensors, mask)[0])
     mask[:, 4:].logical_and_(documents()[:, 4:])  # a write through a view
     F.scaled_dot_product_attention(*tensors, attn_mask=mask)
     assert len(conversions) == 3
@@ -126,16 +142,18 @@ def test_masks_without_a_version_are_converted_each_time(conversions: list[Any])
 def test_other_masks_stay_a_bias(conversions: list[Any], biased: list[Any]) -> None:
     short, dense = documents(512), torch.ones(2, 2, LENGTH, LENGTH, dtype=torch.bool)
     padding = torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)
-    numbers = torch.where(documents(), 0.0, -10.0)
+    numbers = torch.where(documents(), 0.0, -10.0).to(inputs()[0].dtype)
     for tensors, mask in (
         (inputs(512), short), (inputs(), dense), (inputs(), padding), (inputs(), numbers),
     ):  # fmt: skip
         biased.clear()
         F.scaled_dot_product_attention(*tensors, attn_mask=mask)
-        assert len(biased) == 1 and not conversions
+        assert len(biased) == (not tensors[0].is_cuda) and not conversions
     biased.clear()
-    with sdpa_kernel(SDPBackend.MATH):  # the caller excludes the flash backend
-        F.scaled_dot_product_attention(*inputs(), attn_mask=documents())
+    on_cuda = [SDPBackend.EFFICIENT_ATTENTION] if inputs()[0].is_cuda else []
+    for backend in (SDPBackend.MATH, *on_cuda):  # the caller excludes the flash backend
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(*inputs(), attn_mask=documents())
     assert not biased and not conversions
 
 
@@ -165,14 +183,29 @@ def test_a_compiled_graph_takes_the_mask_as_numbers(conversions: list[Any]) -> N
     )  # fmt: skip
     out = compiled(*tensors, mask)
     assert not conversions
-    torch.testing.assert_close(out.double(), exact(tensors, mask)[0], atol=2e-6, rtol=2e-6)
+    assert_close(out, exact(tensors, mask)[0])
+
+
+@pytest.mark.tensors("cuda")
+def test_a_captured_graph_reads_its_mask_when_it_is_replayed(conversions: list[Any]) -> None:
+    mask, tensors = documents(), [x.detach() for x in inputs()]
+    F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert len(conversions) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    mask[:512] = True
+    graph.replay()
+    assert len(conversions) == 1
+    seen = mask.any(-1)
+    assert_close(out[..., seen, :], exact(tensors, mask)[0][..., seen, :])
 
 
 def test_the_share_of_visible_blocks() -> None:
     mask = documents()
     blocks = _bool_masks.masks.from_bool(mask)
-    share = _bool_masks._visible_share(mask[None, None])
-    assert share == (blocks.tiles() > 0).mean()
+    share = visible_share(mask[None, None])
+    assert share == pytest.approx((blocks.tiles() > 0).mean())
     ragged = torch.zeros(1, 2, 200, 300, dtype=torch.bool)
     ragged[0, 1, 199, 299] = True
-    assert _bool_masks._visible_share(ragged) == 1 / 12
+    assert visible_share(ragged) == pytest.approx(1 / 12)

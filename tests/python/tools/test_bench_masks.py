@@ -45,14 +45,17 @@ def test_the_script_runs_on_a_cpu(tmp_path, capsys):
     assert all(r["tflops"]["tilewise"] > 0 for r in rows)
 
 
-def test_a_bias_shows_the_same_pairs(tmp_path):
+def test_dense_forms_show_the_same_pairs(tmp_path, capsys):
     result = tmp_path / "masks.json"
-    arguments = ["--device", "cpu", "--rounds", "1", "--filter", "spans", "--bias"]
-    assert bench_masks.run([*arguments, "--json", str(result)]) == 0
-    rows = json.loads(result.read_text())["rows"]
-    assert all(r["tflops"]["bias"] > 0 for r in rows)
+    arguments = ["--device", "cpu", "--rounds", "1", "--filter", "spans", "--dense"]
+    assert bench_masks.run([*arguments, "--head-dim", "64", "--json", str(result)]) == 0
+    found = json.loads(result.read_text())
+    assert found["head_dim"] == 64
+    assert all(r["tflops"][name] > 0 for r in found["rows"] for name in ("bias", "SDPA"))
+    assert found["rows"][0]["from_bool_ms"] > 0 and "from_bool" in capsys.readouterr().out
     (named,) = (x for x in bench_masks.named_masks(ROWS) if "spans" in x.name)
-    problem = bench_masks.problem_of(named, "cpu", ROWS, peers=False, bias=True)
+    problem = bench_masks.problem_of(named, "cpu", ROWS, peers=False, dense=True)
     for direction in bench_masks.DIRECTIONS:
         calls = problem.calls(direction)
-        torch.testing.assert_close(calls["bias"](), calls["tilewise"](), atol=2e-2, rtol=2e-2)
+        for name in ("bias", "SDPA"):
+            torch.testing.assert_close(calls[name](), calls["tilewise"](), atol=2e-2, rtol=2e-2)

@@ -142,9 +142,15 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
 
 
 def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as ranges, or None if it has none or a device that does not prefer masks."""
+    """The mask as ranges, or None if it has none or a device that does not prefer masks.
+
+    The ranges follow from values, so a GPU is waited for: not while a graph is captured, and not in
+    a decoding step, where this would cost more than the one row of the dense mask.
+    """
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
-    if not prefers_masks(device) or values_are_unavailable(attention_mask, q_offset):
+    if values_are_unavailable(attention_mask, q_offset) or not prefers_masks(device):
+        return None
+    if device.type == "cuda" and (rows == 1 or torch.cuda.is_current_stream_capturing()):
         return None
     visible = _visible(attention_mask, keys, kv_offset)
     if visible is not None and visible.shape[0] != batch:

@@ -47,8 +47,9 @@ def ranges_of(
         None if the function contains one that is not known here, or if it has too many pieces.
     """
     shown = None if visible is None else host(visible)
+    read = _Reader()
     try:
-        sets = [_of_sequence(function, b, view, shown) for b in range(view.batch)]
+        sets = [_of_sequence(function, b, view, shown, read) for b in range(view.batch)]
     except _UnknownFunctionError:
         return None
     return lists([to_ranges(of_sequence) for of_sequence in sets])
@@ -71,12 +72,27 @@ class _UnknownFunctionError(Exception):
     """The mask function has a part that is not known here, or too many pieces."""
 
 
-def _of_sequence(function: Any, b: int, view: View, visible: Any) -> Set:
+class _Reader:
+    """Reads tensors that a mask function has captured: a GPU is waited for once per tensor, and not
+    for each sequence.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, npt.NDArray[Any]] = {}  # by the identity of the tensor
+
+    def __call__(self, tensor: Tensor) -> npt.NDArray[Any]:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = host(tensor)
+        return self._copies[id(tensor)]
+
+
+def _of_sequence(function: Any, b: int, view: View, visible: Any, read: _Reader) -> Set:
     """The trapezoids of one sequence, with rows and keys counted from the first of the view."""
     _, rows, keys, row_offset, key_offset = view
     row_span = (row_offset, row_offset + rows)
     key_span = (key_offset, key_offset + keys)
-    parts = [trapezoid(row_span, key_span), _Sequence(b, row_span, key_span).trapezoids(function)]
+    sequence = _Sequence(b, row_span, key_span, read)
+    parts = [trapezoid(row_span, key_span), sequence.trapezoids(function)]
     if visible is not None:
         spans, shown = _runs(visible[b])
         parts.append(rectangles(np.array(row_span), spans[shown.astype(bool)] + key_offset))
@@ -92,6 +108,7 @@ class _Sequence(NamedTuple):
     number: int
     rows: tuple[int, int]  # begin and end of their positions
     keys: tuple[int, int]
+    read: _Reader
     packed: Numbers | None = None  # number of the packed sequence that each token belongs to
     position: Numbers | None = None  # of each token in its packed sequence, if functions take these
 
@@ -153,7 +170,7 @@ class _Sequence(NamedTuple):
             position = self.position
             if position is None:
                 position = np.arange(max(self.rows[1], self.keys[1]))
-            first = int(found["left_padding"][self.number])
+            first = int(self.read(found["left_padding"])[self.number])
             return _of_equal(*self._groups((position - first) // found["chunk_size"]))
         raise _UnknownFunctionError
 
@@ -170,7 +187,7 @@ class _Sequence(NamedTuple):
         """The sequence's numbers of a tensor [batch, tokens]."""
         if self.number >= of_tokens.shape[0]:
             raise _UnknownFunctionError
-        numbers: Numbers = host(of_tokens[self.number]).astype(np.int64)
+        numbers: Numbers = self.read(of_tokens)[self.number].astype(np.int64)
         if len(numbers) < max(self.rows[1], self.keys[1]):
             raise _UnknownFunctionError
         return numbers
