@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import devices
 import tilewise
 from bounds import FORWARD_FACTOR
 
@@ -36,8 +37,7 @@ def test_graph_of_a_training_step(dtype):
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with devices.captured() as graph:
         captured = step()
     for _ in range(2):
         with torch.no_grad():
@@ -51,8 +51,7 @@ def test_graph_of_a_training_step(dtype):
 def test_dropout_in_a_graph_draws_new_bits():
     q, k, v = (x.detach() for x in inputs())
     tilewise.attention(q, k, v, dropout_p=0.5)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with devices.captured() as graph:
         out = tilewise.attention(q, k, v, dropout_p=0.5)
     graph.replay()
     first = out.clone()
@@ -67,10 +66,10 @@ def test_varlen_decode_graphs_on_two_streams():
     lengths = torch.ones(70, dtype=torch.int32)
     captured = []
     for i in range(2):
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
         tilewise.attention_with_kvcache(q + i, *cache, cache_seqlens=lengths)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with devices.captured(stream) as graph:
             outs = [
                 tilewise.attention_with_kvcache(q + i, *cache, cache_seqlens=lengths)
                 for _ in range(4)
@@ -103,8 +102,7 @@ def test_checks_are_refused_during_capture_and_capture_continues():
         )
 
     want = [call() for call in results(True)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with devices.captured() as graph:
         for call in results(True):
             with pytest.raises(ValueError, match=r"check is .* while the stream is being captured"):
                 call()

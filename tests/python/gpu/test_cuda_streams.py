@@ -61,8 +61,7 @@ def captured(call: Callable[[], list[Tensor]], stream: Stream) -> tuple[Callable
         call()
     synchronize()
     if on_gpu():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream.stream):
+        with devices.captured(stream.stream) as graph:
             results = call()
         return graph.replay, results
     results = call()

@@ -347,7 +347,8 @@ def test_operations_and_layers_in_a_compiled_graph(name: str, backend: str) -> N
 def test_error_of_writing_to_a_mask_in_a_compiled_graph_says_what_to_do() -> None:
     torch.compiler.reset()
     write = torch.compile(lambda m: m.add_(1.0), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"write to a copy, mask\.clone\(\)"):
+    # PyTorch 2.11 writes before it traces; that error names the same remedy.
+    with pytest.raises(Exception, match=r"mask\.clone\(\)"):
         write(both(attention_mask=PADDING)[0])
 
 

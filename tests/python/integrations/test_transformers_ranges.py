@@ -244,8 +244,9 @@ def test_what_has_no_ranges_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch
     for function in (unknown, images(alternating)):
         ours, eager = both(mask_function=function, use_vmap=True)
         assert not isinstance(ours, CompactMask) and torch.equal(ours, eager)
-    with pytest.raises(IndexError):  # as in eager attention: the ids are of one sequence only
-        both(mask_function=without_packing, attention_mask=here().left)
+    if torch.get_default_device().type == "cpu":  # on a GPU eager attention ends the context
+        with pytest.raises(IndexError):  # as in eager attention: the ids are of one sequence only
+            both(mask_function=without_packing, attention_mask=here().left)
     monkeypatch.setattr(
         "tilewise.integrations.transformers._masks.prefers_masks", lambda device: False
     )

@@ -115,6 +115,18 @@ def return_memory() -> None:
 
 
 @contextlib.contextmanager
+def captured(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures what the block launches in the graph that it yields.
+
+    Only calls of this thread can end the capture: JAX, whose tests share the process, has threads
+    that call the driver at any time.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield graph
+
+
+@contextlib.contextmanager
 def much_memory(needed: int, patience: float = 60) -> Iterator[None]:
     """The body needs this many bytes of the GPU. One process at a time may hold them, and the test
     is skipped where they are not free after `patience` seconds."""

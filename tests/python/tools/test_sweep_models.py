@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from sweep_models import build, cases, discover, inputs, page, pool, precision, worker  # noqa: E402
 from sweep_models.results import STATES, Results  # noqa: E402
 
-pytestmark = hf_models.MARKS
+# The sweep builds models and draws numbers on the CPU.
+pytestmark = [*(m for m in hf_models.MARKS if m.name != "tensors"), pytest.mark.tensors("cpu")]
 RESULTS = ROOT / "docs/results/models.json"
 SEED, HANDFUL = 40, 6
 

@@ -107,6 +107,8 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
     shape, band = (batch, 1, rows, keys), pattern.band
     terms = Terms(band, dtype, device, torch.finfo(dtype).min)
+    # PyTorch 2.11 cannot trace terms._replace.
+    flagged = Terms(band, dtype, device, torch.finfo(dtype).min, flagged=True)
     if pattern.segments is not None:
         if attention_mask is not None or not pattern.segments.shape[-1] == rows == keys:
             return None
@@ -128,7 +130,7 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     if visible.shape[0] != batch:
         return None
     if values_are_unavailable(attention_mask, q_offset):
-        return CompactMask(shape, terms._replace(flagged=True), visible=visible, **parts)
+        return CompactMask(shape, flagged, visible=visible, **parts)
     reach = _reach(visible, end)
     if reach.all_visible:
         return CompactMask(shape, terms, **parts)
@@ -137,7 +139,7 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
         parts["spans"] = reach.spans(rows, band)
         terms = terms._replace(leftpad=reach.leftpad)
     else:
-        terms = terms._replace(flagged=True)
+        terms = flagged
     return CompactMask(shape, terms, **parts)
 
 
