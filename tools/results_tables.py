@@ -132,6 +132,23 @@ def masks(rows: list[Row]) -> str:
     )
 
 
+def masks_and_dense() -> str:
+    """How many times as fast a mask is as its pairs in a dense tensor, least and most of a file."""
+    lines = []
+    for end in ("", "-d64", "-d256", "-ampere"):
+        name = f"bench-h200-masks{end}.json"
+        data = load(name)
+        chosen = "Ampere's" if data["machine"]["forced_arch"] else "the GPU's own"
+        line = [f"[{chosen}](docs/results/{name})", str(data["head_dim"])]
+        for peer in ("bias", "SDPA"):
+            for direction in ("fwd", "bwd"):
+                of_peer = [r["ratio"][peer] for r in data["rows"] if r["direction"] == direction]
+                line.append(f"{min(of_peer):.1f} to {max(of_peer):.1f}")
+        lines.append(line)
+    head = ["kernels", "head dimension", "a bias, forward", "backward", "SDPA, forward", "backward"]
+    return f"\n{markdown(head, lines)}\n"
+
+
 def derivatives(rows: list[Row]) -> str:
     """Milliseconds of forward mode and of the double backward, beside PyTorch's MATH."""
 
@@ -284,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": table("bench-h100-options.json", options),
     "decoding": table("bench-h100-decode.json", decoding),
     "masks": table("bench-h200-masks.json", masks),
+    "masks-dense": masks_and_dense,
     "derivatives": table("bench-h200-derivatives.json", derivatives),
     "cpu-amx": table("cpu-amx.json", cpu, "attention"),
     "distributed-measured": table("bench-h200x2-distributed.json", over_gpus),

@@ -13,22 +13,17 @@ from ._block_lists import BLOCK, Lists, blocks_of
 from ._mask_fields import host
 
 _PIECE = 4096  # partial blocks that are packed at once: 64 MiB of pairs
-# Times eight bools, which are bytes of 0 or 1, as one number: bit i of the topmost byte is bool i.
+# Eight bools are bytes of 0 or 1, and here one number, which is this one if all are true.
+_ALL = 0x0101010101010101
+# Times such a number: bit i of the topmost byte is bool i.
 _GATHER = 0x0102040810204080
 
 
 def visible_share(dense: Tensor) -> float:
     """The share of the blocks of a mask, bool [batch, heads, rows, keys], that show a pair."""
     if dense.device.type != "cpu":
-        return float(_tiles(dense).any(3).any(2).float().mean())
+        return float(_visible(_words(dense, False)).float().mean())
     return _block_lists.visible_share(host(dense))
-
-
-def _tiles(dense: Tensor) -> Tensor:
-    """Bool [batch * heads * row blocks, key blocks, 128, 128]; nothing is seen beyond the edges."""
-    rows, keys = dense.shape[2:]
-    padded = pad(dense, (0, -keys % BLOCK, 0, -rows % BLOCK))
-    return padded.reshape(-1, BLOCK, blocks_of(keys), BLOCK).transpose(1, 2)
 
 
 def lists_of(dense: Tensor) -> Lists:
@@ -38,15 +33,13 @@ def lists_of(dense: Tensor) -> Lists:
     Args:
         dense: bool [batch, heads, rows, keys].
     """
-    batch, heads, rows, keys = dense.shape
-    tiles = _tiles(dense)
-    counts = tiles.sum((2, 3), dtype=torch.int32)
-    height, width = (_sizes(length, dense.device) for length in (rows, keys))
-    full = counts == (height[:, None] * width).repeat(batch * heads, 1)
-    partial = (counts > 0) & ~full
-    which = torch.full_like(counts, -1)
+    words = _words(dense, False)
+    visible = _visible(words)
+    full = visible & (_words(dense, True).amin((1, 3)) == _ALL)
+    partial = visible & ~full
+    which = visible.new_full(visible.shape, -1, dtype=torch.int32)
     at = partial.nonzero(as_tuple=True)
-    bits, which[at] = _bits(tiles, at)
+    bits, which[at] = _bits(words.transpose(1, 2), at)
     # Full blocks that follow each other are one entry.
     starts = partial | (full & ~pad(full[:, :-1], (1, 0)))
     ends = partial | (full & ~pad(full[:, 1:], (0, 1)))
@@ -57,19 +50,46 @@ def lists_of(dense: Tensor) -> Lists:
     return Lists(first.int(), entries.int(), bits)
 
 
-def _sizes(length: int, device: torch.device) -> Tensor:
-    """How many rows or keys each block has."""
-    starts = torch.arange(0, length, BLOCK, dtype=torch.int32, device=device)
-    return (length - starts).clamp(max=BLOCK)
+def _words(dense: Tensor, beyond: bool) -> Tensor:
+    """The pairs of the lists, eight as a number: int64 [lists, 128 rows, key blocks, 16]. A list is
+    a sequence, head and block of rows; `beyond` are the pairs beyond the edges of the mask.
+    """
+    rows, keys = dense.shape[2:]
+    whole = pad(dense, (0, -keys % BLOCK, 0, -rows % BLOCK), value=beyond).contiguous()
+    return whole.view(torch.int64).view(-1, BLOCK, blocks_of(keys), BLOCK // 8)
 
 
-def _bits(tiles: Tensor, at: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The different blocks as bits, int32 [m, 128, 4], and for each position the index of its."""
+def _visible(words: Tensor) -> Tensor:
+    """Whether a block shows a pair: bool [lists, key blocks]."""
+    return words.amax((1, 3)) != 0
+
+
+def _bits(blocks: Tensor, at: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The different blocks at these positions as bits, int32 [m, 128, 4], and for each position the
+    index of its bits.
+    """
     pieces = zip(*(x.split(_PIECE) for x in at), strict=True)
-    eights = (tiles[piece].view(torch.int64).flatten(1) for piece in pieces)
+    eights = (blocks[piece].flatten(1) for piece in pieces)
     packed = [(x * _GATHER >> 56).to(torch.uint8).view(torch.int64) for x in eights]
-    rows = torch.cat(packed) if packed else at[0].new_empty((0, BLOCK * BLOCK // 64))
-    if rows.shape[0] == 0:
-        return at[0].new_empty((0, BLOCK, BLOCK // 32), dtype=torch.int32), at[0].int()
-    different, index = torch.unique(rows, dim=0, return_inverse=True)
-    return different.view(torch.int32).view(-1, BLOCK, BLOCK // 32), index.int()
+    different, index = _unique(torch.cat(packed))
+    return different.view(torch.int32).view(-1, BLOCK, BLOCK // 32), index
+
+
+def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The different rows of int64 [n, m], and for each row the index of its equal, int32 [n]. They
+    are told apart by a hash: comparing whole rows, as torch.unique does, takes milliseconds.
+    """
+    number = torch.arange(rows.shape[0], device=rows.device)
+    hashes, group = torch.unique((rows * _weights(rows)).sum(1), return_inverse=True)
+    last = torch.zeros_like(hashes).scatter_reduce(0, group, number, "amax")
+    different = rows[last]
+    if torch.equal(different[group], rows):
+        return different, group.int()
+    return rows, number.int()  # different rows have one hash: no row shares its bits
+
+
+def _weights(rows: Tensor) -> Tensor:
+    """Odd numbers without a pattern, a factor for every column."""
+    column = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+    mixed = column * -0x61C8864680B583EB
+    return (mixed ^ (mixed >> 29)) * -0x4B47D0C5A1A8E3A3 | 1

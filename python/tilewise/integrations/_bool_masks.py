@@ -22,7 +22,9 @@ MIN_ROWS = 1024  # below, a call takes less time than looking at its mask may sa
 
 
 class _Costs(NamedTuple):
-    """Nanoseconds. A decision by them is careful: attention takes longer in a backward."""
+    """Nanoseconds. A decision by them is careful: attention takes longer in a backward, and the
+    blocks of a mask that several layers share are made once.
+    """
 
     convert: float  # a pair of a matrix, at most
     with_bias: float  # a pair of a head
@@ -30,13 +32,14 @@ class _Costs(NamedTuple):
     latency: float = 0.0  # a conversion of any size
 
 
-_COSTS = {
-    # One core of a Zen 5: conversion, 2.0 (blocks all full or hidden) to 3.2 (all partial);
-    # attention in fp32 with heads of 64.
-    "cpu": _Costs(3.2, 8.2, 6.5),
-    # An H200: attention in bf16 with heads of 128, the bias that of PyTorch's own kernels.
-    "cuda": _Costs(2e-3, 5e-4, 3e-4, 5e5),
-}
+# One core of a Zen 5: conversion, 2.0 (blocks all full or hidden) to 3.2 (all partial); attention
+# in fp32 with heads of 64.
+_ON_CPU = _Costs(3.2, 8.2, 6.5)
+# An H200 (docs/results/bench-h200-masks.json): conversion without partial blocks; PyTorch's own
+# attention in bf16 with heads of 128, and ours with the masks of documents.
+_ON_HOPPER = _Costs(0.02, 1.6e-3, 1.5e-3, 3e5)
+# The same GPU with the kernels for Ampere, and half of the pairs visible.
+_ON_AMPERE = _Costs(0.02, 1.6e-3, 3e-3, 3e5)
 
 _known: Any = WeakTensorKeyDictionary()  # mask: (its version, heads per matrix, Blocks or None)
 
@@ -79,10 +82,16 @@ def as_blocks(mask: Tensor, batch: int, heads: int) -> masks.Blocks | None:
 
 def _pays(matrices: Tensor, shared_by: float) -> bool:
     """Whether a call in which so many heads share each matrix saves more than converting costs."""
-    costs, pairs = _COSTS[matrices.device.type], matrices.numel()
+    costs, pairs = _costs(matrices.device), matrices.numel()
     most = shared_by * costs.with_bias * pairs
     converting = costs.convert * pairs + costs.latency
     if most <= converting:
         return False
     saved = most - shared_by * costs.with_blocks * pairs * visible_share(matrices)
     return saved > converting
+
+
+def _costs(device: torch.device) -> _Costs:
+    if device.type == "cpu":
+        return _ON_CPU
+    return _ON_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else _ON_AMPERE

@@ -11,12 +11,12 @@ from torch import Tensor
 def prefers_masks(device: torch.device) -> bool:
     """Whether a pattern should become one of ``tilewise.masks`` on this device, and not a bias.
 
-    On CPUs, and on GPUs of compute capability 9.0: the only ones where a mask has been measured
-    beside the same pairs as a bias (docs/masks.md).
+    On CPUs, and on GPUs of compute capability 8.0 and higher: with Hopper's kernels and with those
+    for Ampere, both on an H200, a mask was faster than the same pairs as a bias (docs/masks.md).
     """
     if device.type != "cuda":
         return device.type == "cpu"
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def as_bias(name: str, mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ kernels compute float64 and ``return_debug_mask``.
 CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
 
 A bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays, on CPUs and
-on GPUs of compute capability 9.0, so that what it hides is not computed.
+on GPUs of compute capability 8.0 and higher, so that what it hides is not computed.
 ``aten::scaled_dot_product_attention`` would turn it into numbers before it calls a backend, and on
 CUDA would not call the flash backend with a mask, so such calls are taken from it.
 

@@ -68,3 +68,13 @@ def test_a_mask_of_tensors_stays_on_their_device(heads):
     weights = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(0.0)
     exact = torch.einsum("bhij,bjhd->bihd", weights, v.double())
     assert float((out.double() - exact).abs().max()) < (2e-2 if dense.is_cuda else 2e-6)
+
+
+def test_blocks_with_one_hash_keep_bits_of_their_own(monkeypatch):
+    dense = torch.rand(1, 1, 300, 300) < 0.3
+    equal = dense[..., :128, :128].repeat(1, 1, 2, 2)
+    assert _block_tensors.lists_of(equal).bits.shape[0] == 1
+    monkeypatch.setattr(_block_tensors, "_weights", lambda rows: torch.zeros_like(rows[0]))
+    lists = _block_tensors.lists_of(dense)
+    made = masks.Blocks(*lists, rows=300, keys=300)
+    assert lists.bits.shape[0] == 9 and np.array_equal(made.to_bool()[0, 0], dense[0, 0].numpy())
