@@ -59,14 +59,15 @@ class ArgumentPositions(NamedTuple):
     options: int
     tangents: int = -1
 
-    @property
-    def differentiable(self) -> tuple[int, ...]:
-        """q, k, v, bias, sinks and scale_tensor, in the order of the WANT bits."""
-        return (self.q, self.q + 1, self.q + 2, *(self.options + i for i in _TENSOR_OPTIONS))
 
-    @property
-    def slopes(self) -> int:
-        return self.options + _SLOPES
+# Functions, because PyTorch 2.10 cannot trace properties of a named tuple.
+def differentiable(at: ArgumentPositions) -> tuple[int, ...]:
+    """The positions of q, k, v, bias, sinks and scale_tensor, in the order of the WANT bits."""
+    return (at.q, at.q + 1, at.q + 2, *(at.options + i for i in _TENSOR_OPTIONS))
+
+
+def _slopes(at: ArgumentPositions) -> int:
+    return at.options + _SLOPES
 
 
 FORWARD = ArgumentPositions(q=0, lse=-1, options=3)
@@ -82,22 +83,22 @@ def bits_of(flags: Iterable[bool]) -> int:
 
 def wanted_of(needs: tuple[bool, ...], at: ArgumentPositions) -> int:
     """The WANT bits of the arguments that need a gradient."""
-    if needs[at.slopes]:
+    if needs[_slopes(at)]:
         raise RuntimeError(
             "tilewise: alibi_slopes requires a gradient, but none is defined for it; "
             "pass alibi_slopes.detach(), or a bias computed from the slopes"
         )
-    return bits_of(needs[i] for i in at.differentiable)
+    return bits_of(needs[i] for i in differentiable(at))
 
 
 def tangents_of(given: Tensors, at: ArgumentPositions) -> Tensors:
     """The six tangents among those of all arguments; None stands for zeros."""
-    if given[at.slopes] is not None:
+    if given[_slopes(at)] is not None:
         raise RuntimeError(
             "tilewise: alibi_slopes has a tangent, but no derivative is defined for it; pass "
             "alibi_slopes.detach(), or a bias computed from the slopes"
         )
-    return tuple(given[i] for i in at.differentiable)
+    return tuple(given[i] for i in differentiable(at))
 
 
 def _only(tensors: Tensors, wanted: int) -> Tensors:
@@ -286,7 +287,7 @@ class Backward(torch.autograd.Function):
             grads = _call_second(
                 state, out_tangents, tangents, (None, None, dout, dlse), options, second
             )
-            spread(grads, second, results, _BACKWARD.differentiable, options)
+            spread(grads, second, results, differentiable(_BACKWARD), options)
         return tuple(results)
 
     @staticmethod
@@ -343,7 +344,7 @@ class Jvp(torch.autograd.Function):
                 state, (out_tangent, lse_tangent), tangents,
                 (None, None, dout_tangent, dlse_tangent), options, wanted,
             )  # fmt: skip
-            spread(grads, wanted, results, _JVP.differentiable, options)
+            spread(grads, wanted, results, differentiable(_JVP), options)
         if wanted_tangents:
             cotangents = _columns((dout_tangent, dlse_tangent))
             grads = call_backward(*cotangents, *state, *options, wanted_tangents)

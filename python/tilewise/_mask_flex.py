@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._block_lists import Array, Strip
 
 
 def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
     """The function that expands rows of the mask, and its (batch, heads, rows, keys)."""
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, create_mask
 
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
@@ -24,12 +25,19 @@ def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
     device = block_mask.kv_num_blocks.device
     partial = _Lists(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = _Lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    by_key = torch.vmap(block_mask.mask_mod, (None, None, None, 0))
-    visible = torch.vmap(by_key, (None, None, 0, None))
+
+    def visible(b: int, h: int, of_rows: tuple[int, int], columns: Tensor) -> Tensor:
+        """What these rows see of these keys; create_mask evaluates functions from row 0 on."""
+        begin, end = of_rows
+
+        def moved(no_b: Tensor, no_h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen: Tensor = block_mask.mask_mod(no_b + b, no_h + h, i + begin, columns[j])
+            return seen
+
+        return create_mask(moved, 1, 1, end - begin, len(columns), device=device)[0, 0]
 
     def strip(b: int, h: int, begin: int, end: int) -> Array:
         tile = torch.zeros((end - begin, keys), dtype=torch.bool)
-        where = [torch.tensor(i, device=device) for i in (b, h)]
         for block in range(begin // step_q, -(-end // step_q)):
             low, high = max(begin, block * step_q), min(end, (block + 1) * step_q)
             rows_of_block = tile[low - begin : high - begin]
@@ -41,8 +49,8 @@ def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
             ]
             if parts:
                 columns = torch.cat(parts)
-                seen = visible(*where, torch.arange(low, high, device=device), columns.to(device))
-                rows_of_block[:, columns] = seen.expand(high - low, len(columns)).cpu()
+                seen = visible(b, h, (low, high), columns.to(device))
+                rows_of_block[:, columns] = seen.cpu()
         return tile.numpy()
 
     return strip, (batch, heads, rows, keys)

@@ -17,6 +17,7 @@ from ._derivatives import (
     FORWARD,
     call_backward,
     call_jvp,
+    differentiable,
     materialized_bias,
     spread,
     tangents_of,
@@ -153,7 +154,7 @@ def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
     if dlse is not None:
         dlse = contiguous_columns(dlse[0] if has_lse_low(dlse, q) else dlse)
     grads = call_backward(dout, dlse, q, k, v, out, lse, *options, wanted)
-    spread(grads, wanted, results, FORWARD.differentiable, options)
+    spread(grads, wanted, results, differentiable(FORWARD), options)
     if options.block_table is not None:
         for position, pages in ((1, k), (2, v)):
             rows = results[position]

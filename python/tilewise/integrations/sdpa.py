@@ -388,7 +388,7 @@ def _overload(name: str) -> Any:
 
 def register() -> None:
     """Registers "tilewise" for ``activate_flash_attention_impl``."""
-    if not hasattr(_registry, "register_flash_attention_impl"):
+    if not hasattr(_registry, "restore_flash_attention_impl"):
         raise ImportError(
             f"PyTorch {torch.__version__} has no registry of flash attention implementations: "
             "2.11 or newer is needed"

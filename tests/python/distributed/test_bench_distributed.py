@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import torch_versions
 from paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -65,7 +66,7 @@ def ring(group, causal):
 
 
 def test_pytorchs_ring_is_timed(pool):
-    pytest.importorskip("torch.nn.attention._registry", reason="needs PyTorch 2.11 or newer")
+    torch_versions.require_switch()
     for causal in (True, False):
         for count, shapes, differentiated in pool.run(2, ring, causal):
             assert count == 2 and differentiated

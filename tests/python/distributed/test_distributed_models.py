@@ -17,10 +17,12 @@ from unittest import mock
 
 import pytest
 
+import torch_versions
+
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch has no gloo", allow_module_level=True)
-pytest.importorskip("torch.nn.attention._registry", reason="needs PyTorch 2.11 or newer")
+torch_versions.require_switch()
 
 from torch.nn import functional as F  # noqa: E402, N812
 

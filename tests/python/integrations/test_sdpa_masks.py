@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import torch_versions
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch.nn.attention._registry", reason="needs PyTorch 2.11 or newer")
+torch_versions.require_switch()
 
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
