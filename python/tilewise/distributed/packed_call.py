@@ -43,25 +43,33 @@ class Order:
         if self._inverse is not None:
             return _rows_at(self._inverse, y).unsqueeze(0)
         x = y.new_zeros((self._rows, *y.shape[1:]))
-        _in_wide(x).index_copy_(0, self._index, _in_wide(y.contiguous()))
+        to, given = _in_wide(x, y.contiguous())
+        to.index_copy_(0, self._index, given)
         return x.unsqueeze(0)
 
 
 def _rows_at(index: Tensor, x: Tensor) -> Tensor:
     """The rows of x [rows, ...] that the index names, in its order."""
-    return _in_wide(x).index_select(0, index).view(x.dtype)
+    return _in_wide(x)[0].index_select(0, index).view(x.dtype)
 
 
-def _in_wide(x: Tensor) -> Tensor:
-    """The same rows [rows, ..., columns] with columns of 16 bytes, if those of x are parts of such:
-    the most that a thread of a GPU moves at once. PyTorch's kernels for indices compute integer
-    divisions for each element.
+_WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU moves at once
+
+
+def _in_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same rows [rows, ..., columns] with wide columns, if those of all tensors are parts of
+    such. PyTorch's kernels for indices compute integer divisions for each element.
     """
-    wide = torch.complex128
-    steps = (x.shape[-1], *x.stride()[:-1])
-    if x.stride(-1) != 1 or x.data_ptr() % wide.itemsize:
-        return x
-    return x if any(n * x.element_size() % wide.itemsize for n in steps) else x.view(wide)
+    wide = all(_is_wide(x) for x in tensors)
+    return tuple(x.view(_WIDE) for x in tensors) if wide else tensors
+
+
+def _is_wide(x: Tensor) -> bool:
+    # PyTorch counts the offset from the storage, whose own address may be any.
+    steps = (x.shape[-1], *x.stride()[:-1], x.storage_offset())
+    if x.stride(-1) != 1 or x.data_ptr() % _WIDE.itemsize:
+        return False
+    return not any(n * x.element_size() % _WIDE.itemsize for n in steps)
 
 
 class SequenceParts(NamedTuple):

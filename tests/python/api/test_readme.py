@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tilewise
+import torch_versions
 from paths import ROOT
 from tilewise._library import library_directory
 
@@ -33,6 +34,8 @@ def test_every_block_is_known():
 
 @pytest.mark.parametrize("index", range(len(blocks("python"))))
 def test_python(index: int, tmp_path: Path):
+    if "integrations.sdpa" in blocks("python")[index]:
+        torch_versions.require_switch()
     program = tmp_path / "block.py"
     program.write_text(blocks("python")[index])
     run([sys.executable, program])

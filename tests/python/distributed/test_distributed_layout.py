@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -184,6 +185,21 @@ def test_rows_are_picked_and_put_back(index):
     one = Order(torch.tensor([0]), 1, torch.device("cpu"))
     x = torch.arange(32.0).view(32, 1).T  # whose one row has a stride of 1
     assert torch.equal(one.put(one.pick(x[None])), x[None])
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_rows_anywhere_in_a_storage_at_any_address(first):
+    """PyTorch counts the offset of a view of 16 bytes from the start of the storage."""
+    memory = np.arange(400, dtype=np.float32)
+    address = memory.ctypes.data // 4 % 4
+    storage = torch.from_numpy(memory[(first - address) % 4 :][:200])
+    order = Order(torch.tensor([2, 0]), 5, torch.device("cpu"))
+    for offset in range(5):
+        x = storage[offset : offset + 160].view(5, 4, 8)
+        assert torch.equal(order.pick(x[None]), x[[2, 0]])
+        want = torch.zeros_like(x)
+        want[[2, 0]] = x[:2]
+        assert torch.equal(order.put(x[:2])[0], want)
 
 
 def slept(_group: object, seconds: float, answer: str) -> str:
