@@ -11,8 +11,8 @@
   tools/gpu_check.py --verify                 whether the committed results match these sources
 
 The check needs CUDA, PyTorch, CMake, Ninja, pytest and hypothesis, and no network. Every stage has
-a time limit, and the result is written after each one. Stages that an earlier run on the same
-sources and GPU has passed stay in the file.
+a time limit, and the result is written after each one; several GPUs run stages at once. Stages that
+an earlier run on the same sources and GPU has passed stay in the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_check import provenance
+from gpu_check import lanes, provenance
 from gpu_check.processes import ROOT, say
 from gpu_check.sanitizer import in_words
 from gpu_check.setup import FORCED_FAMILY, Setup
@@ -159,8 +159,47 @@ def parse() -> argparse.Namespace:
     return given
 
 
+def run_stage(setup: Setup, name: str, limit: float) -> dict[str, Any]:
+    """The report of one stage."""
+    limit = min(STAGES[name][1], limit)
+    say(f"== {name} (at most {limit:.0f} s)")
+    started = time.monotonic()
+    try:
+        report = STAGES[name][0](setup, limit)
+    except Exception as error:  # the next stages should still run
+        report = {"passed": False, "why": f"{type(error).__name__}: {error}"}
+        say(f"  {report['why']}")
+    report["seconds"] = round(time.monotonic() - started)
+    if name in RESUMED:
+        report["seconds"] += setup.earlier.get(name, {}).get("seconds", 0)
+    return report
+
+
+def lane_options(given: argparse.Namespace, architecture: str, limit: float) -> list[str]:
+    """The options of the processes that run lanes."""
+    jobs = max(2, round(given.jobs * lanes.JOBS))
+    options = ["--build", str(given.build), "--arch", architecture, "--jobs", str(jobs)]
+    options += ["--budget", f"{limit:.0f}", *(f"--pytest={x}" for x in given.pytest)]
+    options += ["--resume"] if given.resume else []
+    options += ["--everything"] if given.everything else []
+    return options + (["--wheels", str(given.wheels)] if given.wheels else [])
+
+
+def record(result: dict[str, Any], reports: dict[str, dict[str, Any]], path: Path) -> None:
+    """Adds the reports of stages to the result, and writes it."""
+    stages = result["stages"] | reports
+    result["stages"] = {name: stages[name] for name in STAGES if name in stages}
+    result["passed"] = len(stages) == len(STAGES) and all(
+        outcome(stage) != "FAILED" for stage in stages.values()
+    )
+    provenance.write(result, path)
+    path.with_suffix(".txt").write_text(table(result))
+    for name, report in reports.items():
+        say(f"== {name}: {outcome(report)} in {report['seconds']} s")
+
+
 def main() -> int:
-    """Runs the chosen stages in order."""
+    """Runs the chosen stages in order; with several GPUs, some of them at once."""
     given = parse()
     if given.verify:
         print("\n".join(f"gpu-check: {line}" for line in provenance.verify()))
@@ -190,32 +229,21 @@ def main() -> int:
     if given.resume:
         setup.earlier = result["stages"]
     say(f"{gpu['name']} (sm_{architecture}), driver {gpu['driver']}, sources {result['sources']}")
-    for name in stages:
-        stage, limit = STAGES[name]
+    devices = lanes.gpus() if given.device == "cuda" else []
+    for group in lanes.groups(stages, devices):
         left = given.budget - (time.monotonic() - begin)
+        names = [name for lane in group for name in lane]
         if left < 5:
-            say(f"== {name}: NOT run, the {given.budget:.0f} s are used up")
+            say(f"== {', '.join(names)}: NOT run, the {given.budget:.0f} s are used up")
             continue
-        say(f"== {name} (at most {min(limit, left):.0f} s)")
-        started = time.monotonic()
-        try:
-            report = stage(setup, min(limit, left))
-        except Exception as error:  # the next stages should still run
-            report = {"passed": False, "why": f"{type(error).__name__}: {error}"}
-            say(f"  {report['why']}")
-        report["seconds"] = round(time.monotonic() - started)
-        if name in RESUMED:
-            report["seconds"] += setup.earlier.get(name, {}).get("seconds", 0)
-        result["stages"][name] = report
-        in_order = {n: result["stages"][n] for n in STAGES if n in result["stages"]}
-        result["stages"] = in_order
-        result["passed"] = len(in_order) == len(STAGES) and all(
-            outcome(s) != "FAILED" for s in in_order.values()
-        )
-        provenance.write(result, path)
-        path.with_suffix(".txt").write_text(table(result))
-        say(f"== {name}: {outcome(report)} in {report['seconds']} s")
-        if name == "build" and "why" in report:  # there is no library to test
+        if len(group) == 1:
+            reports = {names[0]: run_stage(setup, names[0], left)}
+        else:
+            say(f"== at once: {'; '.join(', '.join(lane) for lane in group)}")
+            options = lane_options(given, architecture, left)
+            reports = lanes.run(group, devices, options, before, setup.logs / "lanes", left)
+        record(result, reports, path)
+        if "why" in reports.get("build", {}):  # there is no library to test
             break
     say("\n" + table(result) + f"\n{path}")
     ran = [result["stages"].get(name, {"passed": False}) for name in stages]

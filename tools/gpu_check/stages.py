@@ -312,7 +312,7 @@ def bench(setup: Setup, limit: float) -> Report:
 STAGES = {
     "build": (build, 420),
     "smoke": (smoke, 150),
-    "tests": (tests, 480),
+    "tests": (tests, 720),
     "prove": (prove, 240),
     "sanitizer": (sanitizer, 540),
     "train": (train, 60),
