@@ -27,7 +27,7 @@ def strip_of_flex(block_mask: Any) -> tuple[Strip, tuple[int, int, int, int]]:
     full = _Lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
 
     def visible(b: int, h: int, of_rows: tuple[int, int], columns: Tensor) -> Tensor:
-        """What these rows see of these keys; create_mask evaluates functions from row 0 on."""
+        """The pairs of these rows and keys; create_mask evaluates functions from row 0 on."""
         begin, end = of_rows
 
         def moved(no_b: Tensor, no_h: Tensor, i: Tensor, j: Tensor) -> Tensor:

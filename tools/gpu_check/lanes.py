@@ -45,7 +45,7 @@ def run(
     """Runs the lanes at once, each on a GPU of its own.
 
     Args:
-        options: Of tools/gpu_check.py, for every lane.
+        options: Those of tools/gpu_check.py that every lane gets.
         before: The result from which the lanes continue; empty if there is none.
         folder: For the results and logs of the lanes.
 

@@ -1,4 +1,4 @@
-"""What tests need of PyTorch beyond the oldest supported version."""
+"""Tests that need more of PyTorch than the oldest supported version has."""
 
 from __future__ import annotations
 
