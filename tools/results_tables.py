@@ -138,7 +138,9 @@ def masks_and_dense() -> str:
     for end in ("", "-d64", "-d256", "-ampere"):
         name = f"bench-h200-masks{end}.json"
         data = load(name)
-        chosen = "Ampere's" if data["machine"]["forced_arch"] else "the GPU's own"
+        ampere = data["machine"]["forced_arch"]
+        family = "mma_sync" if ampere or data["head_dim"] > 128 else "wgmma"
+        chosen = f"cuda.{family}{' for Ampere' if ampere else ''}"
         line = [f"[{chosen}](docs/results/{name})", str(data["head_dim"])]
         for peer in ("bias", "SDPA"):
             for direction in ("fwd", "bwd"):
