@@ -78,8 +78,8 @@ def _entries(tile: Array, keys: int, known: dict[bytes, int]) -> Iterator[list[i
             yield [at, at + 1, known.setdefault(packed, len(known))]
 
 
-def warn_of_size(blocks: int, stacklevel: int = 4) -> None:
-    """Warns of a mask with so many different partial blocks; by default the third caller."""
+def warn_of_size(blocks: int, stacklevel: int) -> None:
+    """Warns if a mask has too many different partial blocks; stacklevel is that of the warning."""
     size = blocks * BLOCK * BLOCK // 8
     if size > 2**30:
         warnings.warn(

@@ -1,5 +1,5 @@
 """Masks of blocks from dense bool tensors by operations of PyTorch, for GPUs: the tensor is not
-copied to the host. On CPUs NumPy (_block_lists.py) takes a third of the time, or less.
+copied to the host. On CPUs, _block_lists.py with NumPy takes a third of the time, or less.
 """
 
 from __future__ import annotations
@@ -8,22 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _block_lists
 from ._block_lists import BLOCK, Lists, blocks_of
-from ._mask_fields import host
 
 _PIECE = 4096  # partial blocks that are packed at once: 64 MiB of pairs
-# Eight bools are bytes of 0 or 1, and here one number, which is this one if all are true.
+# Eight bools viewed as an int64: this value means that all are true.
 _ALL = 0x0101010101010101
-# Times such a number: bit i of the topmost byte is bool i.
+# Multiplying such a value by this gathers its bools in the topmost byte, the first one in bit 0.
 _GATHER = 0x0102040810204080
 
 
 def visible_share(dense: Tensor) -> float:
     """The share of the blocks of a mask, bool [batch, heads, rows, keys], that show a pair."""
-    if dense.device.type != "cpu":
-        return float(_visible(_words(dense, False)).float().mean())
-    return _block_lists.visible_share(host(dense))
+    return float(_visible(_words(dense, False)).float().mean())
 
 
 def lists_of(dense: Tensor) -> Lists:
@@ -35,7 +31,8 @@ def lists_of(dense: Tensor) -> Lists:
     """
     words = _words(dense, False)
     visible = _visible(words)
-    full = visible & (_words(dense, True).amin((1, 3)) == _ALL)
+    is_whole = dense.shape[2] % BLOCK == 0 and dense.shape[3] % BLOCK == 0
+    full = (words if is_whole else _words(dense, True)).amin((1, 3)) == _ALL
     partial = visible & ~full
     which = visible.new_full(visible.shape, -1, dtype=torch.int32)
     at = partial.nonzero(as_tuple=True)
@@ -54,9 +51,12 @@ def _words(dense: Tensor, beyond: bool) -> Tensor:
     """The pairs of the lists, eight as a number: int64 [lists, 128 rows, key blocks, 16]. A list is
     a sequence, head and block of rows; `beyond` are the pairs beyond the edges of the mask.
     """
-    rows, keys = dense.shape[2:]
-    whole = pad(dense, (0, -keys % BLOCK, 0, -rows % BLOCK), value=beyond).contiguous()
-    return whole.view(torch.int64).view(-1, BLOCK, blocks_of(keys), BLOCK // 8)
+    batch, heads, rows, keys = dense.shape
+    shape = (batch, heads, blocks_of(rows), BLOCK, blocks_of(keys), BLOCK // 8)
+    words = dense.new_full(shape, _ALL if beyond else 0, dtype=torch.int64)
+    whole = words.view(torch.bool).view(batch, heads, shape[2] * BLOCK, shape[4] * BLOCK)
+    whole[:, :, :rows, :keys] = dense != 0  # bytes of 0 and 1, whatever a bool consists of
+    return words.view(-1, *shape[3:])
 
 
 def _visible(words: Tensor) -> Tensor:
@@ -92,4 +92,4 @@ def _weights(rows: Tensor) -> Tensor:
     """Odd numbers without a pattern, a factor for every column."""
     column = torch.arange(1, rows.shape[1] + 1, device=rows.device)
     mixed = column * -0x61C8864680B583EB
-    return (mixed ^ (mixed >> 29)) * -0x4B47D0C5A1A8E3A3 | 1
+    return ((mixed ^ (mixed >> 29)) * -0x4B47D0C5A1A8E3A3) | 1

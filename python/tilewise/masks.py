@@ -409,7 +409,7 @@ def check(mask: Any, batch: int, heads: int, lengths: tuple[int, int] | None) ->
 
 
 def from_bool(dense: Any) -> Blocks:
-    """The mask of a dense matrix. A matrix on a GPU is converted there, which waits for the GPU.
+    """The mask of a dense matrix. One on a GPU is converted there, which waits for the GPU.
 
     Args:
         dense: bool, a tensor or an array: [seqlen_q, seqlen_k], or [batch or 1, heads or 1,
@@ -429,7 +429,7 @@ def from_bool(dense: Any) -> Blocks:
             "[batch or 1, heads or 1, seqlen_q, seqlen_k], with sizes of at least 1"
         )
     four = dense[None, None] if dense.ndim == 2 else dense
-    if is_tensor(dense) and dense.device.type != "cpu":
+    if is_tensor(dense) and dense.is_cuda:
         from ._block_tensors import lists_of
 
         lists = lists_of(four)
@@ -464,11 +464,11 @@ def from_flex(block_mask: Any, *, score_mod: Any = None) -> Blocks:
     return _from_strips(strip, shape, block_mask.kv_num_blocks)
 
 
-def _from_strips(strip: Strip, shape: tuple[int, ...], like: Any) -> Blocks:
+def _from_strips(strip: Strip, shape: tuple[int, ...], like: Any, stacklevel: int = 4) -> Blocks:
     """The mask of batch, heads, rows and keys that strips show; with tensors if `like` is one."""
     batch, heads, rows, keys = shape
     lists = _block_lists.build(strip, batch, heads, rows, keys)
-    _block_lists.warn_of_size(lists.bits.shape[0])
+    _block_lists.warn_of_size(lists.bits.shape[0], stacklevel)
     mask = rebuilt(Blocks, list(lists), (rows, keys, heads))
     return mask.to(like.device) if is_tensor(like) else mask
 
@@ -496,4 +496,4 @@ def _combined(a: Mask, b: Any, join: Callable[[Array, Array], Array], sign: str)
         )
         return join(left, right)
 
-    return _from_strips(strip, (*sizes, rows, keys), sized.first)
+    return _from_strips(strip, (*sizes, rows, keys), sized.first, stacklevel=5)

@@ -23,6 +23,9 @@ def sizes_of(starts: Starts) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(starts)]
 
 
+_WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU moves at once
+
+
 class Order:
     """Rows in another order: row i of the result is row ``index[i]``; all rows, or some of them.
 
@@ -43,17 +46,14 @@ class Order:
         if self._inverse is not None:
             return _rows_at(self._inverse, y).unsqueeze(0)
         x = y.new_zeros((self._rows, *y.shape[1:]))
-        to, given = _in_wide(x, y.contiguous())
-        to.index_copy_(0, self._index, given)
+        target, source = _in_wide(x, y.contiguous())
+        target.index_copy_(0, self._index, source)
         return x.unsqueeze(0)
 
 
 def _rows_at(index: Tensor, x: Tensor) -> Tensor:
     """The rows of x [rows, ...] that the index names, in its order."""
     return _in_wide(x)[0].index_select(0, index).view(x.dtype)
-
-
-_WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU moves at once
 
 
 def _in_wide(*tensors: Tensor) -> tuple[Tensor, ...]:

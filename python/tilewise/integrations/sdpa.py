@@ -16,10 +16,10 @@ kernels compute float64 and ``return_debug_mask``.
 ``aten::_flash_attention_forward`` and its backward run on Tilewise as well, on CUDA and also on the
 CPU, where PyTorch has no kernel: ``torch.nn.attention.varlen`` and nested tensors call them.
 
-A bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays, on CPUs and
-on GPUs of compute capability 8.0 and higher, so that what it hides is not computed.
-``aten::scaled_dot_product_attention`` would turn it into numbers before it calls a backend, and on
-CUDA would not call the flash backend with a mask, so such calls are taken from it.
+On CPUs, a bool mask of at least 1024 rows becomes blocks (``tilewise.masks``) where that pays, so
+that what it hides is not computed. ``aten::scaled_dot_product_attention`` would turn it into
+numbers before it calls the flash backend, so such calls are taken from it. ``masks_on_gpus`` takes
+those on GPUs as well.
 
 With dropout, a forward and its backward must run on the same implementation, so the arguments that
 only PyTorch's kernels compute need a dropout_p of 0.
@@ -45,14 +45,14 @@ from tilewise._check import MAX_HEAD_DIM, max_head_dim
 from tilewise._options import WANT_QKV
 from tilewise._request import Request
 from tilewise.api import attention
-from tilewise.integrations import _flash_attention
+from tilewise.integrations import _bool_masks, _flash_attention
 from tilewise.integrations._bool_masks import MIN_ROWS, as_blocks
 from tilewise.integrations._masks import as_bias
 
 NAME = "tilewise"
 
 _FLASH_BACKEND = _registry.SDPBackend.FLASH_ATTENTION.value
-# On CUDA, PyTorch's flash backend takes no masks: it chooses another fused one for them.
+# PyTorch chooses one of these for a call with a mask on CUDA; its flash backend takes no masks.
 _FUSED_ON_CUDA = (
     _FLASH_BACKEND,
     _registry.SDPBackend.EFFICIENT_ATTENTION.value,
@@ -204,13 +204,18 @@ def _attention_of_blocks(
     """``scaled_dot_product_attention`` with a bool mask that is computed faster as blocks.
 
     Returns:
-        The output; NotImplemented for all other calls, and for those that the flash backend would
-        not compute: PyTorch would choose another, or on CUDA the caller or the dtype excludes it.
+        The output; NotImplemented for all other calls, for those that PyTorch would not compute by
+        a fused backend, and on CUDA for fp32 and where the caller has disabled the flash backend.
     """
     mask = attn_mask
     if mask is None or mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-2] < MIN_ROWS:
         return NotImplemented
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[-2] != value.shape[-2]:
+        return NotImplemented
     if dropout_p or is_causal or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+        return NotImplemented
+    head_dims, limit = (query.shape[-1], value.shape[-1]), max_head_dim(query.device.type)
+    if min(head_dims) < 1 or max(head_dims) > limit:
         return NotImplemented
     if any(_is_wrapped(x) for x in (query, key, value, mask)):
         return NotImplemented
@@ -223,13 +228,29 @@ def _attention_of_blocks(
     )
     if choice not in (_FUSED_ON_CUDA if query.is_cuda else (_FLASH_BACKEND,)):
         return NotImplemented
-    blocks = as_blocks(mask, query.shape[0], query.shape[1])
+    blocks = as_blocks(mask, query.shape[0], query.shape[1], max(head_dims))
     if blocks is None:
         return NotImplemented
     if _by_heads(query):
         return attention(query, key, value, scale=scale, mask=blocks, layout="bhsd")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(q, k, v, scale=scale, mask=blocks).transpose(1, 2)
+
+
+def masks_on_gpus(taken: bool = True) -> None:
+    """Whether sparse bool masks on GPUs become blocks as well, from the next activation on.
+
+    It is off by default, because the blocks of a mask are kept until its tensor's version changes,
+    and much that writes to a GPU's memory has no version: replayed CUDA graphs (also those of
+    ``torch.compile``), collectives, other libraries. Such a write to a mask must be followed by one
+    that has: ``mask.logical_or_(False)``, for example.
+
+    Args:
+        taken: ``scaled_dot_product_attention`` converts bool masks of at least 1024 rows where that
+            pays, in fp16 and bf16 on GPUs of compute capability 8.0 and higher. It waits for the
+            GPU once per mask.
+    """
+    _bool_masks.take_on_gpus(taken)
 
 
 class Operator(NamedTuple):
@@ -262,13 +283,12 @@ GROUPS: tuple[dict[str, Operator], ...] = (
         ),
     },
     {
-        "scaled_dot_product_attention": Operator(
-            tuple(key for name in _BOTH for key in (f"Autograd{name}", name)),
-            _attention_of_blocks,
-            1,
-        ),
+        "scaled_dot_product_attention": Operator(("AutogradCPU", "CPU"), _attention_of_blocks, 1),
     },
 )
+_MASKS_ON_GPUS = {
+    "scaled_dot_product_attention": Operator(("AutogradCUDA", "CUDA"), _attention_of_blocks, 1),
+}
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str]]:
@@ -303,12 +323,13 @@ def _with_fallback(name: str, ours: Callable[..., Any], original: Any) -> Callab
     def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal warned
         tensor = arguments[0]
+        head_dim = tensor.shape[-1] if tensor.dim() > 0 else 0
         unknown = sorted(options.keys() - known)
         # A backward does not get these arguments, so it would run here, with other dropout bits.
         debugging = any(arguments[debug : debug + 1])
         of_forward = [*unknown, *(["return_debug_mask"] if debugging else [])]
         limit = max_head_dim(tensor.device.type)
-        is_ours = tensor.dtype in _DTYPES and tensor.shape[-1] <= limit
+        is_ours = tensor.dtype in _DTYPES and 0 < head_dim <= limit
         if is_ours and not of_forward:
             result = ours(*arguments, **options)
             if result is not NotImplemented:
@@ -343,7 +364,7 @@ class _Active:
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")
-        for group in GROUPS:
+        for group in (*GROUPS, *([_MASKS_ON_GPUS] if _bool_masks.taken_on_gpus() else [])):
             present = {x: y for x, y in group.items() if hasattr(torch.ops.aten, x)}
             reasons = {
                 name: reason

@@ -11,7 +11,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import tilewise  # noqa: E402
-from tilewise import _block_tensors, masks  # noqa: E402
+from tilewise import _block_lists, _block_tensors, masks  # noqa: E402
 
 LENGTHS = st.sampled_from((1, 31, 127, 128, 129, 256, 300))
 
@@ -48,7 +48,9 @@ def test_operations_of_pytorch_make_the_lists_of_the_host(batch, heads, rows, ke
     lists = _block_tensors.lists_of(dense)
     made = masks.Blocks(*lists, rows=rows, keys=keys, heads=heads)
     assert same(made, on_host) and same(masks.from_bool(dense.numpy()), on_host)
-    assert _block_tensors.visible_share(dense) == pytest.approx((on_host.tiles() > 0).mean())
+    share = pytest.approx((on_host.tiles() > 0).mean())
+    assert _block_tensors.visible_share(dense) == share
+    assert _block_lists.visible_share(dense.numpy()) == share
 
 
 @pytest.mark.tensors
@@ -68,6 +70,15 @@ def test_a_mask_of_tensors_stays_on_their_device(heads):
     weights = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(0.0)
     exact = torch.einsum("bhij,bjhd->bihd", weights, v.double())
     assert float((out.double() - exact).abs().max()) < (2e-2 if dense.is_cuda else 2e-6)
+
+
+def test_any_byte_but_0_is_true_and_any_strides_are_taken():
+    seen = torch.randint(0, 256, (300, 260), dtype=torch.uint8)
+    odd = torch.empty(300, 261, dtype=torch.uint8)[:, 1:].copy_(seen)
+    for dense in (seen[:, None, None].permute(1, 2, 0, 3), odd[None, None]):
+        lists = _block_tensors.lists_of(dense.view(torch.bool))
+        made = masks.Blocks(*lists, rows=300, keys=260)
+        assert np.array_equal(made.to_bool()[0, 0], seen.numpy() != 0)
 
 
 def test_blocks_with_one_hash_keep_bits_of_their_own(monkeypatch):

@@ -20,18 +20,19 @@ from torch.nn.attention import (  # noqa: E402
 )
 
 import devices  # noqa: E402
-from tilewise._block_tensors import visible_share  # noqa: E402
+from tilewise._block_lists import visible_share  # noqa: E402
 from tilewise.integrations import _bool_masks, sdpa  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("active", "as_on_a_cpu"), pytest.mark.tensors]
+pytestmark = [pytest.mark.usefixtures("as_on_a_cpu", "active"), pytest.mark.tensors]
 
 LENGTH = 1024
 
 
 @pytest.fixture
 def as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converting pays on every device as it does on a CPU; on a GPU these masks are too small."""
-    monkeypatch.setattr(_bool_masks, "_costs", lambda device: _bool_masks._ON_CPU)
+    """Masks become blocks on every device, by the costs of a CPU: on a GPU these are too small."""
+    monkeypatch.setattr(_bool_masks, "_on_gpus", True)
+    monkeypatch.setattr(_bool_masks, "_costs", lambda *_: _bool_masks._ON_CPU)
 
 
 @pytest.fixture
@@ -209,23 +210,97 @@ def test_a_captured_graph_reads_its_mask_when_it_is_replayed(conversions: list[A
 def test_the_share_of_visible_blocks() -> None:
     mask = documents()
     blocks = _bool_masks.masks.from_bool(mask)
-    share = visible_share(mask[None, None])
+    share = visible_share(mask[None, None].cpu().numpy())
     assert share == pytest.approx((blocks.tiles() > 0).mean())
     ragged = torch.zeros(1, 2, 200, 300, dtype=torch.bool)
     ragged[0, 1, 199, 299] = True
-    assert visible_share(ragged) == pytest.approx(1 / 12)
+    assert visible_share(ragged.cpu().numpy()) == pytest.approx(1 / 12)
 
 
 @pytest.mark.tensors("cpu")
 def test_when_converting_pays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the times of an H200: sparse masks of many heads; with Ampere's kernels, sparser ones."""
-    mask = torch.ones(8192, 8192, dtype=torch.bool).tril()[None, None]
-    sparse = mask & (torch.arange(8192)[:, None] // 1000 == torch.arange(8192) // 1000)
+    """By the times of an H200: sparse masks of many heads; with mma_sync, sparser ones."""
+    causal = torch.ones(8192, 8192, dtype=torch.bool).tril()[None, None]
+    sparse = causal & (torch.arange(8192)[:, None] // 1000 == torch.arange(8192) // 1000)
+    everything = torch.ones_like(causal)
     paying = {}
-    for costs in ("_ON_HOPPER", "_ON_AMPERE"):
-        monkeypatch.setattr(_bool_masks, "_costs", lambda _, c=costs: getattr(_bool_masks, c))
+    for costs in ("_ON_HOPPER", "_ON_MMA_SYNC"):
+        monkeypatch.setattr(_bool_masks, "_costs", lambda *_, c=costs: getattr(_bool_masks, c))
         paying[costs] = [
-            _bool_masks._pays(m, heads) for m in (mask, sparse) for heads in (8, 32, 128)
+            [_bool_masks._pays(m, heads, 128) for heads in (32, 128, 512)]
+            for m in (sparse, causal, everything)
         ]
-    assert paying["_ON_HOPPER"] == [False, True, True, False, True, True]
-    assert paying["_ON_AMPERE"] == [False, False, False, False, True, True]
+    assert paying["_ON_HOPPER"] == [[False, True, True], [False, True, True], [False] * 3]
+    assert paying["_ON_MMA_SYNC"] == [[False, True, True], [False] * 3, [False] * 3]
+
+
+@pytest.mark.tensors("cpu")
+def test_blocks_made_for_an_evaluation_serve_a_training(conversions: list[Any]) -> None:
+    mask, tensors = documents(), inputs()
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(*(x.detach() for x in tensors), attn_mask=mask)
+    out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    grads = torch.autograd.grad(out.square().sum(), tensors)
+    assert len(conversions) == 1
+    for given, right in zip([out.detach(), *grads], exact(tensors, mask), strict=True):
+        assert_close(given, right)
+
+
+def test_a_recorded_graph_takes_the_mask_as_numbers(conversions: list[Any]) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    tensors, mask = [x.detach() for x in inputs()], without_empty_rows()
+    graph = make_fx(lambda q, m: F.scaled_dot_product_attention(q, *tensors[1:], attn_mask=m))(
+        tensors[0], mask
+    )
+    assert not conversions
+    other = mask.flip(0) | torch.eye(LENGTH, dtype=torch.bool)
+    assert_close(graph(tensors[0], other), exact(tensors, other)[0], fp32=1e-4)
+
+
+def test_a_selective_checkpoint_computes_what_it_has_computed() -> None:
+    from torch.utils import checkpoint
+
+    def policy(_context: Any, op: Any, *_args: Any, **_options: Any) -> Any:
+        saved = op in (torch.ops.aten.cat.default, torch.ops.aten.sum.dim_IntList)
+        choice = checkpoint.CheckpointPolicy
+        return choice.MUST_SAVE if saved else choice.PREFER_RECOMPUTE
+
+    def block(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+        return torch.cat([out, out], -1).sum(-1, keepdim=True)
+
+    mask, tensors = without_empty_rows(), inputs()
+    out = checkpoint.checkpoint(
+        block, *tensors, mask, use_reentrant=False,
+        context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+    )  # fmt: skip
+    grads = torch.autograd.grad(out.square().sum(), tensors)
+    want = torch.autograd.grad(block(*tensors, mask).square().sum(), tensors)
+    for given, right in zip(grads, want, strict=True):
+        assert_close(given, right.double(), fp32=1e-3)
+
+
+def test_masks_with_any_strides(conversions: list[Any]) -> None:
+    tensors = inputs()
+    for mask in (
+        documents().unsqueeze(-1).movedim(-1, 0)[None],
+        documents()[:, :, None, None].permute(2, 3, 0, 1),
+        torch.cat([documents(), documents()], 1)[:, 1::2][:, :LENGTH],
+    ):
+        conversions.clear()
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        assert len(conversions) == 1
+        seen = mask.reshape(LENGTH, LENGTH).any(-1)
+        assert_close(out[..., seen, :], exact(tensors, mask)[0][..., seen, :])
+
+
+@pytest.mark.tensors("cpu")
+def test_what_pytorch_decides_is_left_to_it() -> None:
+    """Its own results and errors, where ours would be others."""
+    seen = documents()
+    empty = torch.zeros(1, 2, LENGTH, 0)
+    assert F.scaled_dot_product_attention(empty, empty, empty, attn_mask=seen).shape == empty.shape
+    keys = torch.zeros(1, 2, LENGTH, 8)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(torch.zeros(()), keys, keys)

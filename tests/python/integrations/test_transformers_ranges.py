@@ -268,6 +268,13 @@ def test_ranges_are_for_devices_that_prefer_masks(monkeypatch: pytest.MonkeyPatc
     assert not isinstance(ours.to("meta"), CompactMask)
 
 
+@pytest.mark.tensors("cpu")
+def test_fake_tensors_take_the_dense_mask() -> None:
+    with torch._subclasses.FakeTensorMode():
+        ours, _ = both(mask_function=images(torch.zeros(2, LENGTH, dtype=torch.long)))
+    assert not isinstance(ours, CompactMask) and ours.shape == (2, 1, LENGTH, LENGTH)
+
+
 def test_a_long_packed_batch_stays_small() -> None:
     """32k tokens in 64 documents with an image each: eager's mask would be 4 GiB."""
     length, documents = 2**15, 64
@@ -287,8 +294,8 @@ def test_a_long_sparse_mask_of_the_caller_becomes_blocks(
     converted = []
     real = _bool_masks.masks.from_bool
     monkeypatch.setattr(_bool_masks.masks, "from_bool", lambda m: converted.append(m) or real(m))
-    # Converting pays on every device as it does on a CPU.
-    monkeypatch.setattr(_bool_masks, "_costs", lambda device: _bool_masks._ON_CPU)
+    monkeypatch.setattr(_bool_masks, "_on_gpus", True)
+    monkeypatch.setattr(_bool_masks, "_costs", lambda *_: _bool_masks._ON_CPU)
     document = torch.arange(1024) // 300
     mask = (document[:, None] == document)[None, None]
     q, k, v = torch.randn(3, 1, 2, 1024, 8)

@@ -81,9 +81,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
              interleave_moe_layer_step=2),
     ),
 }  # fmt: skip
-CHUNKED = (
-    "llama4_chunked"  # its masks are ranges, and on devices that do not prefer masks, rows x keys
-)
+CHUNKED = "llama4_chunked"  # its masks are ranges; rows x keys on devices that do not prefer masks
 
 
 def configuration(name: str, **more: Any) -> Any:

@@ -1,6 +1,10 @@
-"""Tests that need more of PyTorch than the oldest supported version has."""
+"""Tests that depend on the version of PyTorch."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,3 +14,17 @@ def require_switch() -> None:
     attention = pytest.importorskip("torch.nn.attention")
     if not hasattr(attention, "restore_flash_attention_impl"):
         pytest.skip("needs PyTorch 2.11 or newer", allow_module_level=True)
+
+
+def assert_refused_or_right(call: Callable[[], Any], want: Any, sentence: str) -> None:
+    """Either the call has these results, or it raises a RuntimeError with this sentence: newer
+    versions compute what older ones cannot.
+    """
+    import torch
+
+    try:
+        found = call()
+    except RuntimeError as error:
+        assert re.search(sentence, str(error)), error
+    else:
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

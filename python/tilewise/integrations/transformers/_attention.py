@@ -340,9 +340,10 @@ def _masked(
         band = FULL
         _check_dense_mask(mask, q, k)
         if mask.dtype == torch.bool and mask.shape[2:] == (q.shape[1], k.shape[1]):
-            blocks = (
-                None if values_are_unavailable(mask) else as_blocks(mask, q.shape[0], q.shape[2])
-            )
+            blocks = None
+            if not values_are_unavailable(mask):
+                head_dim = max(q.shape[3], v.shape[3])
+                blocks = as_blocks(mask, q.shape[0], q.shape[2], head_dim)
             if blocks is not None:
                 return tilewise.attention(q, k, v, mask=blocks, bias=bias, **options)
         bias = _sum(bias, as_bias("attention_mask", mask, q))

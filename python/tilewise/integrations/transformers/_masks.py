@@ -106,9 +106,8 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
     """The mask of this pattern and padding, or None if it has no compact form."""
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
     shape, band = (batch, 1, rows, keys), pattern.band
-    terms = Terms(band, dtype, device, torch.finfo(dtype).min)
     # PyTorch 2.11 cannot trace terms._replace.
-    flagged = Terms(band, dtype, device, torch.finfo(dtype).min, flagged=True)
+    terms, flagged = (Terms(band, dtype, device, torch.finfo(dtype).min, x) for x in (False, True))
     if pattern.segments is not None:
         if attention_mask is not None or not pattern.segments.shape[-1] == rows == keys:
             return None
@@ -144,13 +143,16 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
 
 
 def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as ranges, or None if it has none or a device that does not prefer masks.
+    """The mask as ranges, or None if there are none or its device does not prefer masks.
 
-    The ranges follow from values, so a GPU is waited for: not while a graph is captured, and not in
-    a decoding step, where this would cost more than the one row of the dense mask.
+    The ranges follow from values, so the host waits for a GPU. They are not made while a graph is
+    captured or tensors are fake, nor for a decoding step on a GPU, where waiting would cost more
+    than the one row of the dense mask.
     """
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
     if values_are_unavailable(attention_mask, q_offset) or not prefers_masks(device):
+        return None
+    if torch._guards.detect_fake_mode() is not None:
         return None
     if device.type == "cuda" and (rows == 1 or torch.cuda.is_current_stream_capturing()):
         return None

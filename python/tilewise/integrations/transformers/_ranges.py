@@ -73,8 +73,8 @@ class _UnknownFunctionError(Exception):
 
 
 class _Reader:
-    """Reads tensors that a mask function has captured: a GPU is waited for once per tensor, and not
-    for each sequence.
+    """Reads tensors that a mask function has captured, each once for all sequences. The function
+    keeps them alive, so an identity belongs to one tensor.
     """
 
     def __init__(self) -> None:
