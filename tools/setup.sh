@@ -86,7 +86,8 @@ make_venv() {
 }
 
 get_build_tools() {
-  local venv=$1 version missing=("scikit-build-core>=0.11")
+  # The Makefile's `pip install -C` needs 23.1; an environment made with Debian 12's Python has 23.0.
+  local venv=$1 version missing=("pip>=23.1" "scikit-build-core>=0.11")
   version=$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*\([0-9.]*\).*/\1/p')
   at_least 3.25 "${version:-0}" || missing+=(cmake)
   command -v ninja >/dev/null || missing+=(ninja)
