@@ -57,7 +57,7 @@ def taken_on_gpus() -> bool:
 _known: Any = WeakTensorKeyDictionary()  # mask: (what the blocks depend on, Blocks or None)
 
 
-def as_blocks(mask: Tensor, batch: int, heads: int, head_dim: int) -> masks.Blocks | None:
+def as_blocks(mask: Tensor, q: Tensor, heads: int, head_dim: int) -> masks.Blocks | None:
     """The blocks of a bool mask, or None if it should stay a bias.
 
     The result is kept with the mask, and made again after an operation has written to it. Writes
@@ -70,7 +70,7 @@ def as_blocks(mask: Tensor, batch: int, heads: int, head_dim: int) -> masks.Bloc
     Args:
         mask: bool, up to four dimensions [batch or 1, heads or 1, rows, keys], True for the pairs
             that are seen.
-        batch: Sequences of the call.
+        q: The queries, with the sequences in dimension 0.
         heads: Query heads.
         head_dim: The larger one of the two.
 
@@ -81,14 +81,14 @@ def as_blocks(mask: Tensor, batch: int, heads: int, head_dim: int) -> masks.Bloc
     if not 2 <= mask.dim() <= 4 or mask.shape[-2] < MIN_ROWS or mask.numel() == 0:
         return None
     version = None if mask.is_inference() else mask._version
-    if not prefers_masks(mask.device) or torch._C._len_torch_dispatch_stack() > 0:
+    if not prefers_masks(mask.device, q.dtype) or torch._C._len_torch_dispatch_stack() > 0:
         return None
     if mask.is_cuda and (not _on_gpus or version is None or _is_capturing(mask.device)):
         return None
     four = mask[(None,) * (4 - mask.dim())]
     # Expanded dimensions repeat one matrix.
     matrices = four[: 1 if four.stride(0) == 0 else None, : 1 if four.stride(1) == 0 else None]
-    shared_by = batch * heads / (matrices.shape[0] * matrices.shape[1])
+    shared_by = q.shape[0] * heads / (matrices.shape[0] * matrices.shape[1])
     facts = (version, shared_by, head_dim > 128)
     cached = _known.get(mask)
     if cached is not None and version is not None and cached[0] == facts:

@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 
-def prefers_masks(device: torch.device) -> bool:
-    """Whether a pattern should become one of ``tilewise.masks`` on this device, and not a bias.
+def prefers_masks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a pattern should become one of ``tilewise.masks`` for tensors of this dtype on this
+    device, and not a bias.
 
-    On CPUs, and on GPUs of compute capability 8.0 and higher: with Hopper's kernels and with those
-    for Ampere, both on an H200, a mask was faster than the same pairs as a bias (docs/masks.md).
+    On CPUs, and in 16 bits on GPUs of compute capability 8.0 and higher. On an H200, Hopper's
+    kernels and those for Ampere were faster with a mask than with the same pairs as a bias
+    (docs/masks.md). Tensor cores compute fp32 with a bias, but not with a mask.
     """
     if device.type != "cuda":
         return device.type == "cpu"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -205,7 +205,7 @@ def _attention_of_blocks(
 
     Returns:
         The output; NotImplemented for all other calls, for those that PyTorch would not compute by
-        a fused backend, and on CUDA for fp32 and where the caller has disabled the flash backend.
+        a fused backend, and on CUDA where the caller has disabled the flash backend.
     """
     mask = attn_mask
     if mask is None or mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-2] < MIN_ROWS:
@@ -219,16 +219,14 @@ def _attention_of_blocks(
         return NotImplemented
     if any(_is_wrapped(x) for x in (query, key, value, mask)):
         return NotImplemented
-    if query.is_cuda and (
-        query.dtype == torch.float32 or not torch.backends.cuda.flash_sdp_enabled()
-    ):
+    if query.is_cuda and not torch.backends.cuda.flash_sdp_enabled():
         return NotImplemented
     choice = torch._fused_sdp_choice(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if choice not in (_FUSED_ON_CUDA if query.is_cuda else (_FLASH_BACKEND,)):
         return NotImplemented
-    blocks = as_blocks(mask, query.shape[0], query.shape[1], max(head_dims))
+    blocks = as_blocks(mask, query, query.shape[1], max(head_dims))
     if blocks is None:
         return NotImplemented
     if _by_heads(query):

@@ -343,7 +343,7 @@ def _masked(
             blocks = None
             if not values_are_unavailable(mask):
                 head_dim = max(q.shape[3], v.shape[3])
-                blocks = as_blocks(mask, q.shape[0], q.shape[2], head_dim)
+                blocks = as_blocks(mask, q, q.shape[2], head_dim)
             if blocks is not None:
                 return tilewise.attention(q, k, v, mask=blocks, bias=bias, **options)
         bias = _sum(bias, as_bias("attention_mask", mask, q))

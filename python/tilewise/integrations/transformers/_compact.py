@@ -212,7 +212,7 @@ class CompactMask(Tensor):
             return self._copy(shared=False)
         if operator is _aten._to_copy.default:
             dtype, device = kwargs.get("dtype") or self.dtype, kwargs.get("device") or self.device
-            takes_ranges = self.entries is None or prefers_masks(device)
+            takes_ranges = self.entries is None or prefers_masks(device, dtype)
             strided = kwargs.get("layout") in (None, torch.strided)
             if dtype.is_floating_point and strided and takes_ranges:
                 return self._copy(dtype, device, kwargs.get("non_blocking", False), shared=False)

@@ -143,14 +143,14 @@ def _compact(call: _Call, pattern: Pattern, attention_mask: Tensor | None) -> Te
 
 
 def _of_ranges(call: _Call, function: Any, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as ranges, or None if there are none or its device does not prefer masks.
+    """The mask as ranges, or None if there are none, or the device prefers no masks in this dtype.
 
     The ranges follow from values, so the host waits for a GPU. They are not made while a graph is
     captured or tensors are fake, nor for a decoding step on a GPU, where waiting would cost more
     than the one row of the dense mask.
     """
     batch, rows, keys, q_offset, kv_offset, dtype, device = call
-    if values_are_unavailable(attention_mask, q_offset) or not prefers_masks(device):
+    if values_are_unavailable(attention_mask, q_offset) or not prefers_masks(device, dtype):
         return None
     if torch._guards.detect_fake_mode() is not None:
         return None
