@@ -9,8 +9,8 @@ fitted to a measurement on several GPUs. Bytes, messages and products are those 
 ``tilewise.distributed.cost``, which chooses the method of a call. Efficiency is the time on one GPU
 over (GPUs x the time on them), forward and backward in bf16 with head dimension 128.
 
-Left out are the host's time (launches, the exchange in which ranks compare their calls), copies
-that put rows in order for a message, SMs that NCCL occupies, and congestion of the network.
+Left out are copies that put rows in order for a message, SMs that NCCL occupies, and congestion of
+the network.
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.cli import plot
-from tilewise.distributed.cost import Shape, Work, allgather_work, seconds, ulysses_work
+from tilewise.distributed.cost import (
+    Shape,
+    Work,
+    allgather_work,
+    seconds,
+    ulysses_work,
+    with_host,
+)  # fmt: skip
 from tilewise.distributed.dense import DenseCut
 from tilewise.distributed.layout import runs_of
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+MEASURED = "bench-h200x2-distributed.json"
 HEAD_DIM, BYTES = 128, 2
 ULYSSES, ALLGATHER = "ulysses", "allgather"
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -54,6 +62,7 @@ class Machine(NamedTuple):
     nvlink: float
     network: float
     message: float  # seconds
+    host: float  # seconds to start a group of heads, in a forward or a backward
 
 
 def machine_of(inputs: dict[str, Any]) -> Machine:
@@ -73,6 +82,7 @@ def machine_of(inputs: dict[str, Any]) -> Machine:
     return Machine(
         flops, gpu["multiprocessors"], gpu["tile_rows"], inputs["nvlink"]["gb_s"] * 1e9,
         inputs["network"]["gb_s"] * 1e9, inputs["message"]["microseconds"] * 1e-6,
+        inputs["host"]["milliseconds"] * 1e-3,
     )  # fmt: skip
 
 
@@ -134,7 +144,11 @@ def flat(
         tiles = problem.seqlen / world / calls / machine.tile_rows * problem.heads
     kernels = computing(work, problem, tiles / work.groups, machine)
     moving = max(flow)
-    return seconds(moving, kernels, work.groups), moving + kernels
+    overlapping = seconds(moving, kernels, work.groups)
+    return (
+        with_host(overlapping, work.groups, work.passes, machine.host),
+        moving + kernels + work.passes * machine.host,
+    )
 
 
 def mesh(problem: Problem, inside: int, rows: int, island: int, machine: Machine) -> float:
@@ -152,7 +166,9 @@ def mesh(problem: Problem, inside: int, rows: int, island: int, machine: Machine
     kernels = computing(gathered, problem, tiles / exchanged.groups / gathered.groups, machine)
     # While a row computes a group of heads, the parts of that group travel between the rows.
     between = seconds(max(second), kernels, gathered.groups)
-    return seconds(first.nvlink, max(between, first.nvlink + second.nvlink), exchanged.groups)
+    time = seconds(first.nvlink, max(between, first.nvlink + second.nvlink), exchanged.groups)
+    groups = exchanged.groups * gathered.groups
+    return with_host(time, groups, exchanged.passes, machine.host)
 
 
 def efficiencies(problem: Problem, world: int, island: int, machine: Machine) -> dict[str, float]:
@@ -218,6 +234,20 @@ def compared(inputs: dict[str, Any], machine: Machine) -> Iterator[dict[str, Any
             }  # fmt: skip
 
 
+def compared_now(rows: list[dict[str, Any]], machine: Machine) -> Iterator[dict[str, Any]]:
+    """Measured points of full and causal sequences on one host beside their predictions."""
+    for row in (row for row in rows if not row["documents"]):
+        problem = Problem(row["seqlen"], row["causal"], row["heads"], row["heads_kv"])
+        predicted = efficiencies(problem, row["gpus"], row["gpus"], machine)
+        for method in (ULYSSES, ALLGATHER):
+            yield {
+                **problem._asdict(), "gpus": row["gpus"], "method": method,
+                "messages": row["efficiency"][method],
+                "copies": row["efficiency"][f"{method} by copies"],
+                "predicted": round(predicted[method], 4),
+            }  # fmt: skip
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draws the efficiency of the best method over GPUs, a panel per size of an island.
 
@@ -254,9 +284,13 @@ def main() -> None:
     given = parser.parse_args()
     inputs = json.loads((RESULTS / "distributed-links.json").read_text())
     machine = machine_of(inputs)
-    result = {"inputs": "distributed-links.json", "compared": list(compared(inputs, machine)),
-              "points": list(points(machine))}  # fmt: skip
-    for row in result["compared"]:
+    measured = json.loads((RESULTS / MEASURED).read_text())["rows"]
+    result = {
+        "inputs": "distributed-links.json", "measured": MEASURED,
+        "compared": list(compared(inputs, machine)),
+        "compared_now": list(compared_now(measured, machine)), "points": list(points(machine)),
+    }  # fmt: skip
+    for row in result["compared"] + result["compared_now"]:
         print(*(f"{name} {value}" for name, value in row.items()), sep=", ")
     if given.out is None:
         for row in result["points"]:

@@ -275,6 +275,18 @@ def compared(rows: list[Row]) -> str:
     )  # fmt: skip
 
 
+def compared_now(rows: list[Row]) -> str:
+    """Measured efficiency by messages and by copies, beside the prediction."""
+    return markdown(
+        [f"{rows[0]['gpus']} GPUs", "method", "by messages", "by copies", "predicted"],
+        (
+            [_problem(r), r["method"]]
+            + [f"{r[name]:.2f}" for name in ("messages", "copies", "predicted")]
+            for r in rows
+        ),
+    )
+
+
 def source(name: str, text: str) -> str:
     """A table with the file that it comes from, its device and its date."""
     data = load(name)
@@ -310,6 +322,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed-host": table("distributed-prediction.json", predicted_host, "points"),
     "distributed-many": table("distributed-prediction.json", predicted_many, "points"),
     "distributed-compared": table("distributed-prediction.json", compared, "compared"),
+    "distributed-now": table("distributed-prediction.json", compared_now, "compared_now"),
 }
 
 

@@ -1,7 +1,9 @@
-"""The time that a method takes: a model of the bytes, messages and products of the busiest rank.
+"""The time that a method takes: a model of the bytes, messages and products of the busiest rank,
+and of its host.
 
 The first group of heads travels before anything is computed; each other group travels while an
-earlier one is computed. ``method="auto"`` and bench/distributed_model.py use the same formulas.
+earlier one is computed. The host starts the groups one after the other, ahead of the GPU.
+``method="auto"`` and bench/distributed_model.py use the same formulas.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from .ulysses import key_heads, query_heads
 
 
 class Speeds(NamedTuple):
-    """The bytes that a rank receives and its operations, per second, and the cost of a message."""
+    """The bytes that a rank receives and its operations, per second, and fixed costs."""
 
     bytes: float
     flops: float
-    message: float  # seconds
+    message: float  # seconds per message
+    host: float  # seconds to start the exchanges and kernels of a group, in a forward or a backward
 
 
-CPU = Speeds(2e9, 1e11, 1e-4)  # gloo on one host, a few cores; assumed
+# gloo on one host, a few cores; assumed. What the host does there is part of the other costs.
+CPU = Speeds(2e9, 1e11, 1e-4, 0.0)
 # NCCL over NVLink, forward and backward in bf16 on an H200: docs/results/distributed-links.json has
 # the sources. The cost of a message is assumed.
-GPU = Speeds(3.7e11, 6.8e14, 2e-6)
+GPU = Speeds(3.7e11, 6.8e14, 2e-6, 1e-3)
 
 
 class Shape(NamedTuple):
@@ -75,6 +79,7 @@ class Work(NamedTuple):
     messages: int
     flops: float
     groups: int  # of heads, of which one is computed while the next one travels
+    passes: int  # 2 with the backward
 
 
 def seconds(moving: float, computing: float, groups: int) -> float:
@@ -82,10 +87,22 @@ def seconds(moving: float, computing: float, groups: int) -> float:
     return moving / groups + max(moving * (groups - 1) / groups, computing)
 
 
+def with_host(time: float, groups: int, passes: int, host: float) -> float:
+    """The time if the host needs `host` seconds to start a group: the first group of each pass
+    waits for it, and all groups together take at least as long as it takes to start them.
+    """
+    return max(time + passes * host, passes * groups * host)
+
+
 def predicted(work: Work, speeds: Speeds) -> float:
     """The time of the busiest rank in seconds."""
     moving = work.bytes / speeds.bytes + work.messages * speeds.message
-    return seconds(moving, work.flops / speeds.flops, work.groups)
+    time = seconds(moving, work.flops / speeds.flops, work.groups)
+    return with_host(time, work.groups, work.passes, speeds.host)
+
+
+def _passes(shape: Shape) -> int:
+    return 2 if shape.differentiable else 1
 
 
 def _flops(shape: Shape, pairs: int, heads: int) -> float:
@@ -120,7 +137,7 @@ def ulysses_work(shape: Shape, cut: Cut) -> Work:
     groups = ulysses.groups(pairs, shape.batch, shape.heads, (d, dv), world, shape.device)
     messages = (4 if shape.differentiable else 2) * groups * (world - 1)
     flops = _flops(shape, pairs, max(of_q))
-    return Work(worst * shape.batch, messages, flops, groups)
+    return Work(worst * shape.batch, messages, flops, groups, _passes(shape))
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +156,7 @@ def allgather_work(shape: Shape, cut: Cut) -> Work:
     pairs = max(cut.pairs())
     groups = allgather.groups(pairs, shape.batch, shape.heads, shape.columns, shape.device)
     messages = (3 if shape.differentiable else 1) * groups * (world - 1)
-    return Work(received, messages, _flops(shape, pairs, heads_q), groups)
+    return Work(received, messages, _flops(shape, pairs, heads_q), groups, _passes(shape))
 
 
 @lru_cache(maxsize=256)
@@ -160,4 +177,4 @@ def ring_work(shape: Shape, cut: Cut) -> Work:
         worst, steps = max(worst, size), max(steps, len(seen))
     messages = 2 * (3 if shape.differentiable else 1) * steps
     flops = _flops(shape, max(cut.pairs()), heads_q)
-    return Work(worst * columns, messages, flops, max(1, steps))
+    return Work(worst * columns, messages, flops, max(1, steps), _passes(shape))
