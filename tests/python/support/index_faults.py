@@ -195,9 +195,11 @@ def check_reported_fault(b: Built, e: Expected, error: IndexError | None) -> Non
         (e.lost[s] and first < last) or sees_bad_page(b, e, s).any()
         for s, (first, last) in enumerate(e.rows)
     )
-    # A cu_seqlens_k that does not start at 0 is invalid as well, but kernels need not notice it.
+    # A cu_seqlens_k that does not start at 0 or decreases is invalid as well, but kernels need not
+    # notice it where other arrays give the keys.
     cu = entries_of(b, "cu_seqlens_k")
-    lie_well = cu is None or is_layout(cu, b.seqlen_k) or "block_table" in b.meta
+    room = b.batch * b.seqlen_k if "block_table" in b.meta else b.seqlen_k
+    lie_well = cu is None or is_layout(cu, room)
     none = lie_well and not e.all_lost and not any(e.lost) and not any(e.bad_pages)
     sentence = error.sentence.decode() if error else "nothing"
     assert error or not met, f"no fault was reported: {b.case}"
@@ -210,7 +212,9 @@ def check_reported_fault(b: Built, e: Expected, error: IndexError | None) -> Non
         assert b.meta[name][error.index, error.entry] == error.value, sentence
         assert not 0 <= error.value < b.pages
     elif name == "cu_seqlens_k" and "sequence" in sentence:
-        assert error.value > error.allowed, sentence
+        padding = entries_of(b, "leftpad_k")
+        before = 0 if padding is None else padding[error.index]
+        assert before + error.value > error.allowed, sentence
     elif name in b.meta:
         assert b.meta[name][error.index] == error.value, sentence
     else:
