@@ -128,7 +128,9 @@ def used_keys(b: Built, s: int) -> tuple[int, int, bool]:
         length = cu[s + 1] - cu[s]
         if not paged:
             room = length
-            fits = fits and 0 <= cu[s] <= cu[s + 1] <= b.seqlen_k
+        # With pages it only gives lengths, of which there is room for one per sequence.
+        most_rows = b.batch * b.seqlen_k if paged else b.seqlen_k
+        fits = fits and 0 <= cu[s] <= cu[s + 1] <= most_rows
     end = length if used is None else used[s]
     begin = 0 if padding is None else padding[s]
     fits = fits and 0 <= end <= room and 0 <= begin <= room
