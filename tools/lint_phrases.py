@@ -4,7 +4,7 @@ The lint reads the comments of C++, CUDA and Python (with docstrings) and the pr
 pages. For each phrase that is hard to understand it says what to write instead. Lines of Markdown
 end at 100 columns, except in tables, code, headings and lines that are one link. Records of
 measurements and the decisions up to 042 (docs/lab, docs/results, docs/decisions) stay as they were
-written.
+written, except for the README of each folder.
 Run: python tools/lint_phrases.py
 """
 
@@ -22,7 +22,7 @@ from lint_common import CXX_SUFFIXES, PYTHON_SUFFIXES, Finding, read_text, run_l
 
 MAX_COLUMNS = 100
 
-_RECORDS = re.compile(r"docs/(?:lab|results)/|docs/decisions/0(?:[0-3]\d|4[0-2])-")
+_RECORDS = re.compile(r"docs/(?:lab|results)/(?!README)|docs/decisions/0(?:[0-3]\d|4[0-2])-")
 
 
 class Rule(NamedTuple):

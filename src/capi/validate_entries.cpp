@@ -70,10 +70,9 @@ void check_key_entries(const Problem& p) {
     }
     const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
     const int64_t keys = max(int64_t{0}, used_keys(p, b) - padding);
-    require(
-        padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ", keys,
-        " keys: with its left padding it can have at most block_table_width * page_size, which is ",
-        capacity);
+    require(padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ",
+            padding + keys, " keys: it can have at most block_table_width * page_size, which is ",
+            capacity);
     require(p.max_seqlen_k == 0 || keys <= p.max_seqlen_k, "max_seqlen_k is ", p.max_seqlen_k,
             ": sequence ", b, " has ", keys, " keys; it must be 0 (not known) or an upper bound");
     if (p.block_table != nullptr) {

@@ -140,9 +140,7 @@ std::string sentence(const IndexFault& r) {
       return up_to("leftpad_k", "keys");
     case Fault::cu_seqlens_k_paged:
       return "cu_seqlens_k says that" + sequence.substr(1) +
-             " keys: with its left padding it can have at most block_table_width * page_size, "
-             "which is " +
-             allowed;
+             " keys: it can have at most block_table_width * page_size, which is " + allowed;
     case Fault::max_seqlen_k:
       return bound("max_seqlen_k", " keys");
     case Fault::block_table:

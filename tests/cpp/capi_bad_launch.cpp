@@ -109,8 +109,18 @@ const Bad kBad[] = {
        c.cu_k[1] = 0;
        c.cu_k[2] = 10;
      },
-     "cu_seqlens_k says that sequence 1 has 10 keys: with its left padding it can have at most "
-     "block_table_width * "
+     "cu_seqlens_k says that sequence 1 has 10 keys: it can have at most block_table_width * "
+     "page_size, which is 9"},
+    {"cu_seqlens_k_paged_after_padding",
+     [](Call& c) {
+       c.use_pages();
+       c.use_varlen_k();
+       c.cu_k[1] = 0;
+       c.cu_k[2] = 10;
+       c.a.leftpad_k = c.leftpad.data();
+       c.leftpad[1] = 4;
+     },
+     "cu_seqlens_k says that sequence 1 has 10 keys: it can have at most block_table_width * "
      "page_size, which is 9"},
     {"seqused_q", [](Call& c) { c.a.seqused_q = misaligned(c.used_q.data()); }, "seqused_q is 0x"},
     {"seqused_q_negative",

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn import attention as _registry
 
 from tilewise import _ops, _torch
-from tilewise._check import MAX_HEAD_DIM, max_head_dim
+from tilewise._check import MAX_HEAD_DIM, flag, max_head_dim
 from tilewise._options import WANT_QKV
 from tilewise._request import Request
 from tilewise.api import attention
@@ -247,8 +247,11 @@ def masks_on_gpus(taken: bool = True) -> None:
         taken: ``scaled_dot_product_attention`` converts bool masks of at least 1024 rows where that
             pays, in fp16 and bf16 on GPUs of compute capability 8.0 and higher. It waits for the
             GPU once per mask.
+
+    Raises:
+        TypeError: taken is no bool.
     """
-    _bool_masks.take_on_gpus(taken)
+    _bool_masks.take_on_gpus(flag("taken", taken))
 
 
 class Operator(NamedTuple):

@@ -304,3 +304,13 @@ def test_what_pytorch_decides_is_left_to_it() -> None:
     keys = torch.zeros(1, 2, LENGTH, 8)
     with pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(torch.zeros(()), keys, keys)
+
+
+@pytest.mark.tensors("cpu")
+def test_masks_on_gpus_takes_a_bool(as_on_a_cpu: None) -> None:
+    for taken in (False, True):
+        sdpa.masks_on_gpus(taken)
+        assert _bool_masks.taken_on_gpus() is taken
+    with pytest.raises(TypeError, match="taken is 'no', but must be True or False"):
+        sdpa.masks_on_gpus("no")  # type: ignore[arg-type]
+    assert _bool_masks.taken_on_gpus()

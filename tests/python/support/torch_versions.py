@@ -16,6 +16,13 @@ def require_switch() -> None:
         pytest.skip("needs PyTorch 2.11 or newer", allow_module_level=True)
 
 
+def at_least(major: int, minor: int) -> bool:
+    """Whether PyTorch has this version or a newer one."""
+    import torch
+
+    return tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (major, minor)
+
+
 def assert_refused_or_right(call: Callable[[], Any], want: Any, sentence: str) -> None:
     """Either the call has these results, or it raises a RuntimeError with this sentence: newer
     versions compute what older ones cannot.
