@@ -243,6 +243,9 @@ def masks_on_gpus(taken: bool = True) -> None:
     ``torch.compile``), collectives, other libraries. Such a write to a mask must be followed by one
     that has: ``mask.logical_or_(False)``, for example.
 
+    In a graph that is captured the mask stays a bias, for PyTorch's own kernels. They must have run
+    before, at the latest before this is switched on: cuDNN cannot be initialised in a capture.
+
     Args:
         taken: ``scaled_dot_product_attention`` converts bool masks of at least 1024 rows where that
             pays, in fp16 and bf16 on GPUs of compute capability 8.0 and higher. It waits for the

@@ -337,6 +337,7 @@ def test_operations_and_layers_in_a_compiled_graph(name: str, backend: str) -> N
     torch.compiler.reset()
     ours, eager = both(**call)
     visible = call.get("attention_mask")
+    visible = visible if visible is None else visible.to(where)
     first = None if ours.offset is None else int(ours.offset)
     for function, last in ((outside, ours), (inside, visible)):
         compiled = torch.compile(function, fullgraph=True, backend=backend)

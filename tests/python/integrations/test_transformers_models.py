@@ -93,7 +93,7 @@ def test_models_that_read_their_mask(name: str, padding: str, cache: bool) -> No
 def test_models_that_read_their_mask_generate(name: str, padding: str, cache: str) -> None:
     model, ids = reader(name), hf_models.tokens(3, 14)
     mask = hf_models.paddings(3, 14)[padding]
-    options = dict(cache_implementation="static") if cache == "static" else {}
+    options = hf_models.cache_options(cache)
 
     def compute(m: Any) -> Any:
         return m.generate(

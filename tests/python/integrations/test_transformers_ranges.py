@@ -320,7 +320,8 @@ def test_a_long_sparse_mask_of_the_caller_becomes_blocks(
             tilewise.hf.attention(layer(), q, k, v, m, **options)[0]
             for m in (mask, torch.where(mask, 0.0, -torch.inf).to(dtype))
         ]
-        torch.testing.assert_close(*outs)
+        bound = 2e-6 if dtype == torch.float32 else 2e-2 * float(outs[1].abs().max())
+        torch.testing.assert_close(*outs, atol=bound, rtol=bound)
     assert len(converted) == 1
 
 
@@ -438,7 +439,7 @@ def test_models_with_spans(name: str, padded: bool) -> None:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models_with_spans_generate_the_tokens_of_eager(name: str, cache: str) -> None:
     model, ids, types = built(name)
-    options = dict(max_new_tokens=12, do_sample=False, cache_implementation=cache)
+    options = dict(max_new_tokens=12, do_sample=False) | hf_models.cache_options(cache)
     with hf_models.recorded_masks() as seen:
         eager, ours = hf_models.under_both(
             model, lambda m: m.generate(ids, attention_mask=here().left.long(), **types, **options)

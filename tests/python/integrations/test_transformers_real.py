@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_those_of_eager(smollm2: tuple[Any, Any], one_by_one
 def test_batch_equals_single_prompts(
     cache: str, smollm2: tuple[Any, Any], one_by_one: Tensor
 ) -> None:
-    options = {} if cache == "dynamic" else dict(cache_implementation="static")
+    options = hf_models.cache_options(cache)
     assert torch.equal(answers(*smollm2, PROMPTS, **options), one_by_one)
 
 

@@ -126,7 +126,7 @@ def test_compiled_generation_with_a_static_cache() -> None:
     mask = hf_models.paddings(3, 20)["left"]
     options: dict[str, Any] = dict(
         attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None,
-        cache_implementation="static",
+        **hf_models.cache_options("static"),
     )  # fmt: skip
     expected = model.generate(ids, **options)
     graphs = []

@@ -127,6 +127,20 @@ def paddings(batch: int, length: int) -> dict[str, Tensor | None]:
     return {"none": None, "left": left, "right": left.flip(1), "both": both, "hole": hole}
 
 
+def cache_options(cache: str, compiles: bool = False) -> dict[str, Any]:
+    """The options of ``generate`` for a cache: dynamic, static or none.
+
+    Args:
+        compiles: On a GPU, Transformers may compile the model, as it does with a static cache. That
+            takes a minute.
+    """
+    if cache == "none":
+        return dict(use_cache=False)
+    if cache == "dynamic":
+        return {}
+    return dict(cache_implementation=cache, disable_compile=not compiles)
+
+
 def gradients(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

@@ -21,6 +21,7 @@ from gpu_check.processes import Ended
 from gpu_check.setup import Setup
 
 KERNEL = ("simt", "forward", "-", "F32", "64", "-")
+OTHER = ("simt", "forward", "-", "F32", "128", "-")
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(suite, "run_shares", run_shares)
     monkeypatch.setattr(kernels_run, "launched", lambda *_: {KERNEL})
-    monkeypatch.setattr(kernels_run, "not_launched", lambda *_: ["another kernel"])
+    monkeypatch.setattr(kernels_run, "inside", lambda *_: {KERNEL, OTHER, ("another", "kernel")})
     return calls
 
 
@@ -161,13 +162,17 @@ def test_first_run_runs_everything(tmp_path, started):
     assert report["native"]["served"] == {"cuda.wgmma.forward": 30}
     assert report["native"]["failed"] == 0, "a number, though none failed"
     assert report["launched"] == [" ".join(KERNEL)]
-    assert report["objections"] == ["not launched: another kernel"]
+    other = "not launched: " + " ".join(OTHER)
+    assert report["objections"] == ["not launched: another kernel", other]
 
 
 def test_resumed_run_repeats_failures_and_adds_up(tmp_path, started):
     earlier = {"native": table(7, ("a::x",)), "forced-80": table(4), "forced-75": table(3, (), 2)}
     earlier["native"]["served"] = {"cuda.simt.forward": 5}
+    earlier["launched"] = [" ".join(OTHER)]
     report = stages.tests(setup(tmp_path, passed=False, **earlier), 10)
+    assert report["launched"] == sorted([" ".join(KERNEL), " ".join(OTHER)])
+    assert report["objections"] == ["not launched: another kernel"]
     assert started["arguments"]["native"] == ["a::x"]
     assert "forced-80" not in started["arguments"]
     # Tests that did not run are not named, so all of them run again:
