@@ -41,7 +41,7 @@ UNPROVED_TESTS = ("tests/python/gpu/test_tcgen05.py",)
 # Tests of the benchmark scripts, which need no GPU.
 TESTS_WITHOUT_GPU = tuple(
     f"tests/python/tools/test_{name}.py"
-    for name in ("cli_bench", "bench_derivatives", "bench_gpu", "bench_masks")
+    for name in ("cli_bench", "bench_derivatives", "bench_float8", "bench_gpu", "bench_masks")
 )
 
 
