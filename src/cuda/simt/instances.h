@@ -9,6 +9,9 @@ namespace tilewise::cuda::simt {
 
 inline constexpr std::array kHeadDims = {64, 128, 256, 512};
 
+// F16 and BF16 of a latent cache, forward alone.
+inline constexpr int kWideHeadDim = 576;
+
 // The family runs on every GPU, so it has no tiles per architecture. The kernels that all families
 // share (src/cuda/common) are compiled for the same architectures.
 inline constexpr std::array kTables = {
@@ -23,6 +26,10 @@ constexpr void for_each_instance(Visit&& visit) {
     for (int d : kHeadDims) {
       visit(KernelInstance{.table = "any", .element = element, .head_dim = d, .head_dim_v = d});
     }
+  }
+  for (const char* element : {"F16", "BF16"}) {
+    visit(KernelInstance{
+        .table = "any", .element = element, .head_dim = kWideHeadDim, .head_dim_v = kWideHeadDim});
   }
 }
 
