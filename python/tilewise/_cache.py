@@ -87,7 +87,7 @@ def check_cache(
         _check.shape("q", q, (None, None, None, head_dim), "[batch, seqlen, heads, head_dim]")
     else:
         _check.shape("q", q, (None, None, head_dim), "[total rows, heads, head_dim]")
-    largest = _check.max_head_dim(q.device.type if _check.is_tensor(q) else "cpu")
+    largest = _check.max_forward_head_dim(q)
     _check.head_sizes(q.shape[-2], k_cache.shape[2], head_dim, v_cache.shape[3], largest)
     batch = q.shape[0] if packed is None else packed
     if block_table is not None and batch_idx is not None:

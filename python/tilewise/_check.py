@@ -228,8 +228,15 @@ def _rank(name: str, array: Any, rank: int, meaning: str) -> None:
 
 
 def max_head_dim(device: str) -> int:
-    """The largest head dimension that the kernels of a type of device compute."""
+    """The largest head dimension that every pass computes on a type of device."""
     return _MAX_HEAD_DIM_CUDA if device == "cuda" else MAX_HEAD_DIM
+
+
+def max_forward_head_dim(q: Any) -> int:
+    """The largest head dimension of a forward of q; on a GPU, that of latent caches in 16 bits."""
+    if not is_tensor(q) or str(q.dtype) in ("torch.float16", "torch.bfloat16"):
+        return MAX_HEAD_DIM
+    return max_head_dim(q.device.type)
 
 
 def head_dim(name: str, value: Any, allowed: str = "an integer") -> int:

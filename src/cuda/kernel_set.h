@@ -38,6 +38,9 @@ struct Tile {
   int32_t cluster_size = 1;  // CTAs that share a tile
 };
 
+// Where kernels read values: in v, or in the first columns of the keys (`values_are_in_keys`).
+enum class ValuesIn { own_tensor, key_columns };
+
 struct KernelSet {
   const FamilyRow* family = nullptr;
   int32_t architecture = 0;  // tile table; 0 in a family without tables
@@ -45,6 +48,7 @@ struct KernelSet {
   bool tf32 = false;
   int32_t head_dim = 0;
   int32_t head_dim_v = 0;
+  ValuesIn values = ValuesIn::own_tensor;
   Tile forward_tile;
   Tile backward_tile;
   FormKernels plain;

@@ -16,9 +16,10 @@ constexpr double kForwardL2Fraction = 0.65;
 constexpr int64_t kMinForwardHeadGroup = 16;
 
 // Minimum keys per split. A split costs a pass over partial results, so it needs enough work.
-constexpr int64_t kMinKeysPerSplit = 256;           // few rows: bound by reading keys
-constexpr int64_t kMinKeysPerDecodeSplit = 64;      // decode tiles, whose CTAs are one warp
-constexpr int64_t kMinKeysPerFloat8Split = 128;     // the same number of bytes
+constexpr int64_t kMinKeysPerSplit = 256;        // few rows: bound by reading keys
+constexpr int64_t kMinKeysPerDecodeSplit = 64;   // decode tiles, whose CTAs are one warp
+constexpr int64_t kMinKeysPerFloat8Split = 128;  // the same number of bytes
+constexpr int64_t kMinKeysPerLatentSplit = 128;  // decode tiles whose rows have 512 columns of out
 constexpr int64_t kMinKeysPerFullTileSplit = 1024;  // full row tiles: bound by the products
 
 // Short sequences leave a tile of one head nearly empty, so all heads of a GQA group share it.
@@ -48,6 +49,7 @@ TileOrder choose_order(const Problem& p, const Gpu& gpu, int64_t tile, int32_t p
 
 int64_t min_keys_per_split(const KernelSet& kernel_set) {
   if (kernel_set.forward_tile.rows > kDecodeRows) return kMinKeysPerSplit;
+  if (kernel_set.values == ValuesIn::key_columns) return kMinKeysPerLatentSplit;
   return reads_float8(kernel_set) ? kMinKeysPerFloat8Split : kMinKeysPerDecodeSplit;
 }
 
@@ -61,7 +63,9 @@ int64_t choose_splits(const Problem& p, const Plan& plan, const Gpu& gpu, int64_
   const int64_t rows = ceil_div(tile.rows, plan.pack);
   const int64_t key_tiles = ceil_div(max_keys_per_tile(p, min(rows, max_rows(p))), tile.keys);
   if (uses_tma(kernel_set) && key_tiles > 0) return choose_tma_splits(plan, gpu, blocks, key_tiles);
-  const bool full_tiles = max_rows(p) * plan.pack > tile.rows;
+  // The one key/value head of a latent cache has few tiles even where 128 query heads fill them.
+  const bool full_tiles =
+      max_rows(p) * plan.pack > tile.rows && kernel_set.values != ValuesIn::key_columns;
   const int64_t min_tiles =
       ceil_div(full_tiles ? kMinKeysPerFullTileSplit : min_keys_per_split(kernel_set), tile.keys);
   const int64_t max_splits = min(kMaxSplits, key_tiles / min_tiles);

@@ -40,6 +40,12 @@ bool serves_second(const KernelSet& kernel_set, const Gpu& gpu) {
   return kernel_set.has_second();
 }
 
+// Whether a problem is a latent cache with more columns of keys than the kernel set has of values.
+// Narrower ones have kernels with all forms.
+bool is_latent(const Problem& p, const KernelSet& kernel_set) {
+  return values_are_in_keys(p) && p.head_dim > kernel_set.head_dim_v;
+}
+
 // Whether the request has an option of the general form.
 bool needs_general(const Request& request) {
   return is_general(request.problem) || request.dtypes.out != request.dtypes.q;
@@ -74,6 +80,7 @@ const KernelSet* find_kernels(const Request& request, const KernelQuery& query,
     if (kernel_set->head_dim < p.head_dim || kernel_set->head_dim_v < p.head_dim_v ||
         !serves(*kernel_set, request.pass, target.gpu))
       continue;
+    if (kernel_set->values == ValuesIn::key_columns && !is_latent(p, *kernel_set)) continue;
     const auto columns = [](const KernelSet& set) { return set.head_dim + set.head_dim_v; };
     if (best == nullptr || columns(*kernel_set) < columns(*best)) best = kernel_set;
   }

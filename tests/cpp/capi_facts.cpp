@@ -332,7 +332,9 @@ TEST(Matrix, RowsAreCompleteAndListEnds) {
   const auto largest = [&](const tilewise_kernel_info& row) {
     if (row.device == TILEWISE_CPU) return 576;
     const bool wide = row.dtype == TILEWISE_FLOAT16 || row.dtype == TILEWISE_BFLOAT16;
-    return wide && row.name == std::string("cuda.mma_sync") ? 512 : on_gpus.at(row.name);
+    const std::string name = row.name;
+    const bool latent = wide && (name == "cuda.mma_sync" || name == "cuda.simt");
+    return latent ? 576 : on_gpus.at(name);
   };
   std::set<std::string> rows;
   tilewise_kernel_info info{};

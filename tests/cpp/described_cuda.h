@@ -115,23 +115,26 @@ inline cuda::KernelSet described(const cuda::FamilyRow& family,
   }
   const int bytes = is("E4M3") ? 1 : set.dtype == TILEWISE_FLOAT32 ? 4 : 2;
   if (bytes == 2) set.paged.forward.function = [](cuda::ForwardParams) {};
-  if (bytes <= 2) {
+  const bool latent = instance.head_dim_v < instance.head_dim;
+  if (latent) set.values = cuda::ValuesIn::key_columns;
+  if (bytes <= 2 && !latent) {
     set.masked.forward.function = [](cuda::ForwardParams) {};
     set.masked.backward.function = [](cuda::BackwardParams) {};
   }
   with_arch(instance.table, [&]<class Arch>(Arch) {
     set.architecture = Arch::kTable;
-    const auto forward = Arch::forward(bytes, instance.head_dim, set.tf32);
+    const auto forward =
+        latent ? Arch::latent_forward() : Arch::forward(bytes, instance.head_dim, set.tf32);
     const auto backward = Arch::backward(bytes, instance.head_dim);
     set.forward_tile = {
         .rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = forward.blocks_per_sm};
-    const auto decode = Arch::decode(bytes, instance.head_dim);
+    const auto decode = latent ? Arch::latent_decode() : Arch::decode(bytes, instance.head_dim);
     if (decode.warps > 0) {
       static std::deque<cuda::KernelSet> few_rows;
       few_rows.push_back(set);
       few_rows.back().forward_tile = {
           .rows = decode.rows(), .keys = decode.keys, .blocks_per_sm = decode.blocks_per_sm};
-      if (Arch::kTma) {
+      if (Arch::kTma && !latent) {
         for (cuda::FormKernels* form : {&few_rows.back().tma, &few_rows.back().tma_paged})
           form->tma_forward.function = [](cuda::TmaForwardParams) {};
         if (cuda::has_warp_split(instance.head_dim, bytes)) {

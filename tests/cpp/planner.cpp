@@ -323,11 +323,11 @@ TEST(Planner, RefusesProblemsWithoutAFamily) {
   EXPECT_EQ(cuda.why,
             "device is CUDA (sm_90): this build has no CUDA kernel for a forward in bf16 with "
             "head_dim 64; it has no CUDA code; tensors in the memory of the CPU are allowed");
-  Problem wide = problem(TILEWISE_BFLOAT16);
+  Problem wide = problem(TILEWISE_FLOAT32);
   wide.head_dim = 576;
   wide.head_dim_v = 512;
   EXPECT_EQ(ask(wide, hopper).why,
-            "device is CUDA (sm_90): no CUDA family has a kernel for a forward in bf16 with "
+            "device is CUDA (sm_90): no CUDA family has a kernel for a forward in f32 with "
             "head_dim 576 and head_dim_v 512; head dimensions up to 512 are allowed, and on a CPU "
             "up to 576");
 }

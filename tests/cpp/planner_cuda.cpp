@@ -46,6 +46,7 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {86, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 86},
       {90, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 90},
       {90, TILEWISE_FLOAT32, 512, "cuda.simt", "cuda.simt", 0},
+      {90, TILEWISE_FLOAT16, 576, "cuda.simt", nullptr, 0},
       {100, TILEWISE_BFLOAT16, 320, "cuda.mma_sync", "cuda.simt", 90},
       {120, TILEWISE_BFLOAT16, 512, "cuda.mma_sync", "cuda.simt", 120},
       {100, TILEWISE_BFLOAT16, 192, "cuda.mma_sync", "cuda.mma_sync", 90},

@@ -116,11 +116,14 @@ class Call:
         nan_row = 70 if s.nan else -1
         a.kv_float8 = s.float8
         draw = self._float8 if s.float8 else self._random
-        for name, dim in (("k", s.head_dim), ("v", self.dim_v)):
+        keys_alone = (("k", s.head_dim),)
+        for name, dim in keys_alone if s.latent else (*keys_alone, ("v", self.dim_v)):
             data = draw(total_rows, s.heads_kv, dim, nan_row)
             setattr(a, name, self._view(data, s.heads_kv, dim, self.rows_k))
             if s.float8:
                 self._factors(f"{name}_descale")
+        if s.latent:
+            a.v = a.k
         out_size = 4 if s.float32_out else self.size
         out = self.memory.empty(self.total_q * s.heads * self.dim_v * out_size)
         a.out = self._view(out, s.heads, self.dim_v, rows)

@@ -28,6 +28,7 @@ class Shape:
     dtype: str
     head_dim: int = 64
     head_dim_v: int = 0  # 0: head_dim
+    latent: bool = False  # v is the first head_dim_v columns of k, in the same memory
     rows: tuple[int, ...] = (150,)
     keys: tuple[int, ...] = (170,)
     heads_kv: int = 2
@@ -84,6 +85,7 @@ def shapes() -> Iterator[Shape]:
         yield from tangents(dtype)
     for dtype in ("bf16", "fp16"):
         yield from few_rows_and_pages(dtype)
+        yield from latent_caches(dtype)
         yield from over_float8(dtype)
 
 
@@ -101,6 +103,17 @@ def few_rows_and_pages(dtype: str) -> Iterator[Shape]:
         yield replace(few, name=f"{few.name}-odd-pages", page_size=3)
         yield replace(few, name=f"{dtype}-pages-d{dim}", rows=(150,), keys=(170,), group=2,
                       page_size=16)  # fmt: skip
+
+
+def latent_caches(dtype: str) -> Iterator[Shape]:
+    """Caches of 576 columns, of which 512 are the values: tiles of few and of many rows."""
+    few = Shape(f"{dtype}-latent", dtype, 576, 512, latent=True, rows=(1, 1), keys=(100, 100),
+                heads_kv=1, group=16, backward=False)  # fmt: skip
+    for shape in (few, replace(few, name=f"{few.name}-rows", rows=(3,), keys=(70,))):
+        yield shape
+        yield replace(shape, name=f"{shape.name}-paged", page_size=16)
+    yield replace(few, name=f"{few.name}-splits", splits=3, used=True)
+    yield replace(few, name=f"{few.name}-nan", rows=(2,), keys=(80,), group=8, nan=True)
 
 
 def over_float8(dtype: str) -> Iterator[Shape]:

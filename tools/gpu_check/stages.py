@@ -125,7 +125,8 @@ def tile_names(architecture: str) -> list[str]:
     wide = () if architecture == "75" else (320, 512)
     dims = {2: (64, 96, 128, 192, 256, *wide), 4: (64, 128, 256)}
     names = [f"{t}-d{d}" for t in dtypes for d in dims[2 if t in ("fp16", "bf16") else 4]]
-    return names + [f"fp16-f8-d{d}" for d in dims[4]]
+    latent = [f"{t}-latent" for t in dtypes if wide and t in ("fp16", "bf16")]
+    return names + latent + [f"fp16-f8-d{d}" for d in dims[4]]
 
 
 def smoke(setup: Setup, limit: float) -> Report:

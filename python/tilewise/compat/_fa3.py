@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _cache, _check, _kvcache_torch, _plain
-from tilewise._check import is_float8, max_head_dim
+from tilewise._check import is_float8, max_forward_head_dim
 from tilewise._ops import Options
 from tilewise._request import Request
 from tilewise._torch import batch_of, check_tensors, with_descale
@@ -76,7 +76,7 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
         raise ValueError(
             f"qv has shape {list(qv.shape)}, but must be {wanted}: that of q with the columns of v"
         )
-    limit = max_head_dim(q.device.type)
+    limit = max_forward_head_dim(q)
     if q.shape[-1] + v.shape[-1] > limit:
         raise NotImplementedError(
             f"qv makes a score of {q.shape[-1]} + {v.shape[-1]} products, but kernels of "

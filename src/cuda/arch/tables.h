@@ -26,6 +26,18 @@ constexpr ForwardTile wide_tile(int warps, int keys, int stages) {
           .column_warps = 2};
 }
 
+// The tiles of latent caches of 576 columns with 512 values (mma_sync/forward_latent_pipeline.h),
+// whose stages hold K and V at once. `latent_forward` is for the rows of many heads, like
+// wide_tile; `latent_decode` for at most 16 rows, whose four column warps hold 128 columns each.
+constexpr ForwardTile latent_decode_tile(int keys, int stages, int blocks_per_sm) {
+  return {.warps = 4,
+          .warp_rows = 16,
+          .keys = keys,
+          .stages = stages,
+          .blocks_per_sm = blocks_per_sm,
+          .column_warps = 4};
+}
+
 // 227 KB of shared memory per CTA, TMA, vector reductions.
 struct Sm90 {
   static constexpr int kTable = 90;
@@ -82,6 +94,10 @@ struct Sm90 {
       return {.warps = 1, .warp_rows = 16, .keys = 64, .stages = 3, .blocks_per_sm = 4};
     return {.warps = 1, .warp_rows = 16, .keys = 32, .stages = 3, .blocks_per_sm = 4};
   }
+
+  static constexpr ForwardTile latent_forward() { return wide_tile(8, 32, 3); }
+  // Two CTAs keep up to 72 KB in flight and leave no room for a third stage.
+  static constexpr ForwardTile latent_decode() { return latent_decode_tile(32, 2, 2); }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
@@ -174,6 +190,8 @@ struct Sm80 {
       return {.warps = 1, .warp_rows = 16, .keys = 32, .stages = 4, .blocks_per_sm = 4};
     return {.warps = 1, .warp_rows = 16, .keys = 16, .stages = 4, .blocks_per_sm = 4};
   }
+  static constexpr ForwardTile latent_forward() { return wide_tile(8, 32, 2); }
+  static constexpr ForwardTile latent_decode() { return latent_decode_tile(16, 3, 2); }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes == 1) return kNoBackward;
@@ -261,6 +279,8 @@ struct Sm86 {
       return {.warps = 1, .warp_rows = 16, .keys = 32, .stages = 3, .blocks_per_sm = 3};
     return {.warps = 1, .warp_rows = 16, .keys = 16, .stages = 3, .blocks_per_sm = 2};
   }
+  static constexpr ForwardTile latent_forward() { return wide_tile(4, 16, 3); }
+  static constexpr ForwardTile latent_decode() { return latent_decode_tile(16, 4, 1); }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes == 1) return kNoBackward;
@@ -331,6 +351,8 @@ struct Sm120 {
   static constexpr ForwardTile decode(int element_bytes, int head_dim) {
     return Sm86::decode(element_bytes, head_dim);
   }
+  static constexpr ForwardTile latent_forward() { return Sm86::latent_forward(); }
+  static constexpr ForwardTile latent_decode() { return Sm86::latent_decode(); }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     return Sm86::backward(element_bytes, head_dim);
   }
@@ -358,6 +380,8 @@ struct Sm75 {
   }
   // There is no decode tile: without asynchronous copies a single warp would wait for each load.
   static constexpr ForwardTile decode(int, int) { return kNoForward; }
+  static constexpr ForwardTile latent_forward() { return kNoForward; }
+  static constexpr ForwardTile latent_decode() { return kNoForward; }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
     if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
     if (element_bytes != 2) return kNoBackward;

@@ -36,6 +36,7 @@ struct Config {
   // Warps that divide the columns of the same rows (forward_column_warps.h), and their columns.
   static constexpr int kColumnWarps = kForward.column_warps;
   static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
+  static constexpr bool kLatent = false;  // see LatentConfig
   // Warps that split the keys of a tile (forward_warp_split.h).
   static constexpr int kWarpSplits = kWarpSplits_;
   // Each warp has a pipeline of its own, whose stages have mbarriers (forward_warp_pipeline.h).
@@ -69,6 +70,22 @@ struct Config {
                                   : kFloat8 ? kGeneral
                                   : kPaged  ? Element::kBytes == 2
                                             : kGeneral || !kWarpPipeline;
+};
+
+// The configuration of a forward of a latent cache, whose values are the first kHeadDimV columns of
+// its keys (forward_latent_pipeline.h). It has the plain and the paged form.
+template <class Arch, class Element, int kHeadDim, int kHeadDimV_, Form kForm, Phase kPhase>
+struct LatentConfig : Config<Arch, Element, kHeadDim, kForm, kPhase> {
+  static constexpr bool kLatent = true;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr arch::ForwardTile kForward =
+      kPhase == Phase::decode ? Arch::latent_decode() : Arch::latent_forward();
+  // The column warps divide the columns of the values, and those of the keys that follow them.
+  static constexpr int kColumnWarps = kForward.column_warps;
+  static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
+  static constexpr bool kWarpPipeline = false;
+  static constexpr bool kHasWarpSplit = false;
+  static constexpr bool kServes = kForm == Form::plain || kForm == Form::paged;
 };
 
 // The configuration of the tangents of out and lse (jvp.cuh): the fast path with tiles of its own.

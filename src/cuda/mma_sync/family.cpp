@@ -2,6 +2,7 @@
 
 #include "cuda/arch/limits.h"
 #include "cuda/launch.h"
+#include "cuda/layout.h"
 #include "cuda/mma_sync/instances.h"
 #include "cuda/plan_shape.h"
 #include "cuda/workspace.h"
@@ -43,14 +44,35 @@ WhyNot why_no_tangents(const Request& request, const Gpu& gpu) {
   return {};
 }
 
-// Why not head dimensions whose columns two warps divide (forward_column_warps.h).
+// Why not head dimensions that only latent caches have (LatentConfig).
+WhyNot why_no_latent_forward(const Request& request) {
+  const Problem& p = request.problem;
+  if (!values_are_in_keys(p) || p.head_dim_v > kLatentHeadDimV)
+    return {.text =
+                "its head dimensions above 512 need values that are the first 512 columns of "
+                "the keys, or fewer"};
+  if (is_general(p) || p.mask != nullptr || request.dtypes.out != request.dtypes.q)
+    return {.text =
+                "its head dimensions above 512 take no softcap, ALiBi slopes, bias, dropout, "
+                "mask or out of another dtype"};
+  if (!rows_are_aligned(request))
+    return {.text =
+                "its head dimensions above 512 need rows of tensors that start at multiples of "
+                "16 bytes"};
+  if (p.block_table != nullptr && !pages_fit_32_bits(p))
+    return {.text = "its head dimensions above 512 take paged caches up to 16 GB"};
+  return {};
+}
+
+// Why not head dimensions whose columns several warps divide (forward_column_warps.h).
 WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
   if (max(request.problem.head_dim, request.problem.head_dim_v) <= kHalfHeadDims.back()) return {};
   if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3)
     return {.text = "its kernels for keys of float8 take head dimensions up to 256"};
   if (table(gpu) == arch::Sm75::kTable)
     return {.text = "its kernels for sm_75 take head dimensions up to 256"};
-  return {};
+  if (max(request.problem.head_dim, request.problem.head_dim_v) <= kWideHeadDims.back()) return {};
+  return why_no_latent_forward(request);
 }
 
 // The columns of one step of an fp32 product. Tensor cores truncate sums, and with fewer columns
@@ -261,7 +283,7 @@ constexpr FamilyRow kFamily = {
               .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
               .tangent_dtypes = kHalfDtypes,
               .max_head_dim = kHalfHeadDims.back(),
-              .max_wide_head_dim = kWideHeadDims.back()},
+              .max_wide_head_dim = kLatentHeadDim},
     .sm = {.first = 75},
     .table = table,
     .why_not = why_not,

@@ -8,6 +8,8 @@
 //             cp.async (KvPipeline; on sm_75 with plain loads).
 //   wide      from 257 columns on, two warps have the same rows and divide the columns
 //             (forward_column_warps.h).
+//   latent    as wide, over the first rows of a cache whose values are columns of its keys
+//             (LatentPipeline); with few query rows, four warps divide the columns.
 //   fp32      as prefill, but threads also split each tile into tf32 pairs (Tf32SplitPipeline).
 //   decode    one warp has all rows, or two split the keys (forward_warp_split.h). With TMA each
 //             warp has a pipeline of its own (WarpPipeline); otherwise decoding uses KvPipeline.
@@ -160,6 +162,23 @@ TILEWISE_DEVICE void mark_pages_invalid(uint32_t first_byte) {
     ptx::sync_block();
 }
 
+// Stores the rows of out and their lse.
+template <class C>
+TILEWISE_DEVICE void store_rows_and_lse(const Problem& problem, const QueryTile& q_tile,
+                                        ptx::SharedAddress q, const LanePosition& position,
+                                        const Outputs<C>& o,
+                                        const RowResults<C::kForward.warp_rows / 16>& result) {
+  if (C::kGeneral && widens_out<typename C::Storage>(problem)) [[unlikely]] {
+    store_wide_outputs<false, typename C::Columns>(problem, q_tile, position, o, result);
+  } else {
+    ptx::sync_warp();
+    stage_outputs<C>(problem, q_tile.rows.count, q, position, o, result);
+    sync_column_warps<C>();
+    store_outputs<C>(problem, q_tile, q);
+  }
+  store_lse(problem, q_tile, position, result);
+}
+
 template <class C>
 TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -207,6 +226,9 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   Scores<C> s;
   Outputs<C> o;
   o.fill(0.0f);
+  // Whether any row of the warp exists: two rows of 16 heads leave half of a tile of 64 empty.
+  [[maybe_unused]] bool has_rows = true;
+  if constexpr (C::kLatent) has_rows = ptx::uniform(lane_position<C>().row0) < saved.rows.count;
   auto step = [&](int32_t tile, auto masked) {
     [[maybe_unused]] bool full = true;
     if constexpr (C::kMasked) {
@@ -214,8 +236,12 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
       if (!full) masked_tiles<C>().find_bits(saved, tile);
     }
     pipeline.consumer_wait();
+    if constexpr (C::kLatent) {
+      if (!has_rows) return pipeline.skip(tile);
+    }
     multiply.scores(s, q_of_warp + first_column, pipeline.keys() + first_column,  // S = Q K^T
                     [&](int part) { pipeline.load_ahead(true, tile, part); });
+    if constexpr (C::kLatent) multiply.add_scores_after_values(s, q_of_warp, pipeline.keys());
     pipeline.consumer_release(true, tile);
     if constexpr (C::kColumnWarps > 1) add_score_parts<C>(s, q + kScorePartsAt<C>);
 
@@ -236,7 +262,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
           .apply(s, lane_position<C>());
     }
 
-    pipeline.consumer_wait();
+    if constexpr (!C::kLatent) pipeline.consumer_wait();  // else the tile of the keys has them
     if (masked) pipeline.zero_values_past_end(saved_q_tile<C>(first_byte), tile);
     multiply.values(o, s, pipeline.values() + first_column,  // O += P V
                     [&](int part) { pipeline.load_ahead(false, tile, part); });
@@ -298,15 +324,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
     store_partial<!C::kGeneral, typename C::Columns>(p, saved, position, o, result);
     return;
   }
-  if (C::kGeneral && widens_out<typename C::Storage>(problem)) [[unlikely]] {
-    store_wide_outputs<false, typename C::Columns>(problem, saved, position, o, result);
-  } else {
-    ptx::sync_warp();
-    stage_outputs<C>(problem, saved.rows.count, q, position, o, result);
-    sync_column_warps<C>();
-    store_outputs<C>(problem, saved, q);
-  }
-  store_lse(problem, saved, position, result);
+  store_rows_and_lse<C>(problem, saved, q, position, o, result);
   if constexpr (kExactRows) recompute_rows<C>(p, saved, position, result);
 }
 

@@ -1,11 +1,11 @@
-// Column warps: two neighbouring warps have the same rows and divide the head dimension, because
-// one warp has no registers for rows of out with more than 256 columns.
+// Column warps: two or four neighbouring warps have the same rows and divide the head dimension,
+// because one warp has no registers for rows of out with more than 256 columns.
 //
-// Each warp multiplies its columns of Q and K. The two exchange these parts of the scores through
-// shared memory, and both add them: a + b equals b + a to the last bit, so both have the same
-// scores, and each computes the mask, the softmax and the results of the rows for itself. Then it
-// sums its columns of V. With 16 rows per warp the exchange of a tile of 64 keys at head dimension
-// 512 moves 8 KB, and the operands that a warp loads 72 KB.
+// Each warp multiplies its columns of Q and K. They exchange these parts of the scores through
+// shared memory, and all add them: a + b equals b + a to the last bit, and four parts are added as
+// two pairs, so all have the same scores, and each computes the mask, the softmax and the results
+// of the rows for itself. Then it sums its columns of V. With 16 rows per warp the exchange of a
+// tile of 64 keys at head dimension 512 moves 8 KB, and the operands that a warp loads 72 KB.
 //
 // What both would do to memory is divided: a warp copies and prepares its `kOwnRows`, and the first
 // one stores lse.
@@ -57,11 +57,11 @@ inline constexpr int kScorePartBytes =
 template <class C>
 inline constexpr int kScorePartsBytes = C::kForward.warps * kScorePartBytes<C>;
 
-// Adds the part of the other warp to `s`. The barrier of the CTA before the values are summed
-// separates these loads from the stores of the next tile.
+// Adds the parts of the other warps to `s`. A barrier of the CTA before the next tile separates
+// these loads from the stores of that tile.
 template <class C>
 TILEWISE_DEVICE void add_score_parts(Scores<C>& s, ptx::SharedAddress parts) {
-  static_assert(C::kColumnWarps == 2);
+  static_assert(C::kColumnWarps == 2 || C::kColumnWarps == 4);
   constexpr int kRows = C::kForward.warp_rows / 16;
   constexpr int kColumns = C::kForward.keys / 8;
   const int warp = ptx::warp_index();
@@ -92,6 +92,13 @@ TILEWISE_DEVICE void add_score_parts(Scores<C>& s, ptx::SharedAddress parts) {
       ptx::ld_shared_v4_b32(x, other + vector_at(m, n));
 #pragma unroll
       for (int e = 0; e < 4; ++e) s.x[m][n][e] += ptx::float_of(x[e]);
+      if constexpr (C::kColumnWarps == 4) {
+        uint32_t y[4];
+        ptx::ld_shared_v4_b32(x, part_of(warp ^ 2) + vector_at(m, n));
+        ptx::ld_shared_v4_b32(y, part_of(warp ^ 3) + vector_at(m, n));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.x[m][n][e] += ptx::float_of(x[e]) + ptx::float_of(y[e]);
+      }
     }
   }
 }

@@ -263,7 +263,7 @@ class KvPipeline {
       TileCopy& tiles = keys ? k_ : v_;
       const ptx::SharedAddress stage = base_ + i * kStageBytes;
       if constexpr (C::kPaged) {
-        if (keys) rows_.advance(k_, v_, q_tile_, tile);
+        if (keys) rows_.advance(q_tile_, tile, k_, v_);
         const bool wanted = rows_.has_tile(tile);
         tiles.copy_whole(stage, wanted ? q_tile_.tiles.keys - tile * C::kForward.keys : 0);
       } else {
@@ -303,7 +303,7 @@ class KvPipeline {
     TileCopy& tiles = keys ? k_ : v_;
     if (kStages > 2 || keys || wanted != last_) {
       if constexpr (C::kPaged) {
-        if (keys && part == 0) rows_.advance(k_, v_, saved_q_tile<C>(), wanted);
+        if (keys && part == 0) rows_.advance(saved_q_tile<C>(), wanted, k_, v_);
         tiles.copy(before(read_), rows_.has_tile(wanted), part);
       } else {
         tiles.copy(before(read_), wanted, part);

@@ -44,12 +44,11 @@ class PageRows {
 
   TILEWISE_DEVICE bool has_tile(int32_t tile) const { return tile >= first_; }
 
-  // Called before the keys of `tile` are loaded: gives K and V its rows, and looks up those of the
-  // next tile.
-  template <class TileCopy>
-  TILEWISE_DEVICE void advance(TileCopy& k, TileCopy& v, const QueryTile& q_tile, int32_t tile) {
-    k.set_rows(*this);
-    v.set_rows(*this);
+  // Called before the keys of `tile` are loaded: gives its rows to the copies of K and V, and looks
+  // up those of the next tile.
+  template <class... TileCopies>
+  TILEWISE_DEVICE void advance(const QueryTile& q_tile, int32_t tile, TileCopies&... copies) {
+    (copies.set_rows(*this), ...);
     look_up(q_tile, tile - C::kWarpSplits);
   }
 

@@ -4,7 +4,9 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/mma_sync/forward_column_warps.h"
 #include "cuda/mma_sync/forward_kv_pipeline.h"
+#include "cuda/mma_sync/forward_latent_pipeline.h"
 #include "cuda/mma_sync/forward_softmax.h"
 #include "cuda/mma_sync/forward_tf32_split.h"
 #include "cuda/mma_sync/forward_warp_pipeline.h"
@@ -15,6 +17,8 @@ template <class C>
 auto pipeline_of() {
   if constexpr (C::kWarpPipeline)
     return std::type_identity<WarpPipeline<C>>{};
+  else if constexpr (C::kLatent)
+    return std::type_identity<LatentPipeline<C>>{};
   else if constexpr (C::kTf32SplitOnLoad)
     return std::type_identity<Tf32SplitPipeline<C>>{};
   else
@@ -101,6 +105,33 @@ struct Products {
           s = partial[g];
         else
           s.add(partial[g], 0);
+      }
+    }
+  }
+
+  // s += q k^T over the columns of a latent cache that follow the values, where q and k point to
+  // column 0. Column warps take different steps of them.
+  TILEWISE_DEVICE void add_scores_after_values(Scores<C>& s, ptx::SharedAddress q,
+                                               ptx::SharedAddress k) const {
+    constexpr int kSteps = (C::kHeadDim - C::kHeadDimV) / (kStep * C::kColumnWarps);
+    constexpr uint32_t kFirstByte = C::kHeadDimV * Element::kBytes;
+    static_assert(kSteps * kStep * C::kColumnWarps == C::kHeadDim - C::kHeadDimV);
+    const int32_t first_step = column_warp<C>() * kSteps;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      tile::Fragment<Element> a[kRows];
+#pragma unroll
+      for (int m = 0; m < kRows; ++m)
+        a[m] = tile::load<Element>(q_lanes.address(q + kFirstByte, 16 * m, first_step + i));
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j) {
+        const tile::Fragment<Element> b =
+            tile::load<Element>(k_lanes.address(k + kFirstByte, 16 * j, first_step + i));
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+          for (int n = 0; n < 2; ++n) tile::multiply_term<Arch>(s.x[m][2 * j + n], a[m], b, n, 0);
+        }
       }
     }
   }

@@ -26,14 +26,14 @@ class RowLoader {
         v_(p, p.problem.v, p.problem.head_dim_v, q_tile) {}
 
   TILEWISE_DEVICE void load(bool keys, int32_t tile, const Stage& stage) {
-    if (keys) rows_.advance(k_, v_, q_tile_, tile);
+    if (keys) rows_.advance(q_tile_, tile, k_, v_);
 #pragma unroll
     for (int part = 0; part < TileCopy::kParts; ++part) (keys ? k_ : v_).copy(stage.at, true, part);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }
   // Loads the tile that is read first; rows past the last key become 0.
   TILEWISE_DEVICE void load_first(bool keys, int32_t tile, const Stage& stage) {
-    if (keys) rows_.advance(k_, v_, q_tile_, tile);
+    if (keys) rows_.advance(q_tile_, tile, k_, v_);
     (keys ? k_ : v_).copy_whole(stage.at, q_tile_.tiles.keys - tile * C::kForward.keys);
     ptx::cp_async_mbarrier_arrive(stage.barrier);
   }

@@ -37,6 +37,15 @@ TILEWISE_DEVICE int thread_of_rows(int thread) {
 template <class C>
 inline constexpr int kOwnRows = C::kForward.warp_rows / C::kColumnWarps;
 
+// Threads that copy rows together, and their rows: those of one warp, or of the two warps whose
+// eight rows are a period of the swizzle.
+template <class C>
+inline constexpr int kCopyWarps = max(1, 8 / kOwnRows<C>);
+template <class C>
+inline constexpr int kCopyThreads = kCopyWarps<C> * ptx::kWarpSize;
+template <class C>
+inline constexpr int kCopyRows = kCopyWarps<C> * kOwnRows<C>;
+
 // A stage holds a tile of keys or values. Those of a WarpPipeline have rows of whole swizzle
 // panels.
 template <class C>
@@ -71,26 +80,26 @@ TILEWISE_DEVICE uint32_t pack_output(const Problem& p, float low, float high) {
     return p.dtype == TILEWISE_BFLOAT16 ? tile::pack<BF16>(low, high) : tile::pack<F16>(low, high);
 }
 
-// The packed rows of q or out that a warp copies, in passes. Each lane computes the offset of one
-// row and passes it to the others, because 64-bit products for every row take longer. (H100, 128
-// sequences of 1k keys with 16 rows: 28.2 -> 27.8 us; varlen 17.4 -> 16.8 us.)
+// The packed rows of q or out that kCopyThreads copy, in passes. Each lane computes the offset of
+// one row and passes it to the others, because 64-bit products for every row take longer. (H100,
+// 128 sequences of 1k keys with 16 rows: 28.2 -> 27.8 us; varlen 17.4 -> 16.8 us.)
 template <class C>
 class PackedRows {
  public:
-  static constexpr int kRows = kOwnRows<C>;
+  static constexpr int kRows = kCopyRows<C>;
   static_assert(kRows <= ptx::kWarpSize);
-  using Lanes = tile::CopyLanes<ptx::kWarpSize, kRows, C::kHeadDim * C::Element::kBytes>;
+  using Lanes = tile::CopyLanes<kCopyThreads<C>, kRows, C::kHeadDim * C::Element::kBytes>;
   static constexpr int kPassesInFlight = C::kWarpPipeline ? 4 : 1;
 
   TILEWISE_DEVICE PackedRows(const QueryTile& q_tile, const tilewise_tensor& view)
-      : lanes(opaque_thread<C>() % ptx::kWarpSize),
-        first_(opaque_thread<C>() / ptx::kWarpSize * kRows),
+      : lanes(opaque_thread<C>() % kCopyThreads<C>),
+        first_(opaque_thread<C>() / kCopyThreads<C> * kRows),
         left_(q_tile.rows.count - first_ - lanes.row) {
     const int row = opaque_thread<C>() % kRows;
     offset_ = q_tile.offset(view, first_ + row) * C::Element::kBytes;
   }
 
-  // The first row of the warp in the tile.
+  // The first row of these threads in the tile.
   TILEWISE_DEVICE int first() const { return first_; }
   TILEWISE_DEVICE bool exists(int pass) const { return Lanes::rows_to(pass) < left_; }
   // In bytes, valid where the row exists. All lanes of the warp call it.

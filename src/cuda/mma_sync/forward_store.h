@@ -72,9 +72,9 @@ TILEWISE_DEVICE void store_rows(const tilewise_tensor& view, int64_t head_dim_v,
   constexpr int kPerChunk = 16 / Element::kBytes;
   using Lanes = typename PackedRows<C>::Lanes;
   const int thread = opaque_thread<C>();
-  const Lanes lanes(thread % ptx::kWarpSize);
+  const Lanes lanes(thread % kCopyThreads<C>);
   const int columns = static_cast<int>(head_dim_v);
-  const int row0 = thread / ptx::kWarpSize * kOwnRows<C>;
+  const int row0 = thread / kCopyThreads<C> * kCopyRows<C>;
   if (!C::kGeneral && !q_tile.rows.packed()) {
     const int32_t left = q_tile.rows.count - row0 - lanes.row;
     const int64_t step = Lanes::kRowsPerPass * view.stride_row * Element::kBytes;

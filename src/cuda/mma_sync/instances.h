@@ -16,6 +16,11 @@ inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 // F16 and BF16 with two column warps, forward alone and not on sm_75.
 inline constexpr std::array kWideHeadDims = {384, 512};
 
+// F16 and BF16 of a latent cache (LatentConfig): columns of keys, of which the first are the
+// values. Forward alone and not on sm_75.
+inline constexpr int kLatentHeadDim = 576;
+inline constexpr int kLatentHeadDimV = 512;
+
 // The head dimensions that have a jvp, though not on sm_75.
 inline constexpr std::array kTangentHeadDims = {64, 128};
 
@@ -48,6 +53,13 @@ constexpr void for_each_instance(Visit&& visit) {
       if (turing) continue;
       instance("F16", d);
       instance("BF16", d);
+    }
+    for (const char* element : {"F16", "BF16"}) {
+      if (turing) continue;
+      visit(KernelInstance{.table = table.name,
+                           .element = element,
+                           .head_dim = kLatentHeadDim,
+                           .head_dim_v = kLatentHeadDimV});
     }
     for (int d : kFloat8HeadDims) instance("E4M3", d);
     for (int d : kFloatHeadDims) {

@@ -85,8 +85,7 @@ def compared(b: Built, want: oracle.Result, out: np.ndarray, lse: np.ndarray, ri
     return out, lse, clean
 
 
-def built(seed: int, dtype: str) -> tuple[Built, np.random.Generator]:
-    case = random_case(seed, dtype)
+def built(case: Case) -> tuple[Built, np.random.Generator]:
     b = Built(case)
     # Unused rows and keys are ordinary numbers, so what damaged arrays read has a definite result.
     for name in ("q", "k", "v", "dout"):
@@ -95,7 +94,7 @@ def built(seed: int, dtype: str) -> tuple[Built, np.random.Generator]:
     if b.bias is not None:  # its shape gives the bounds
         b.attention.max_seqlen_q = b.bias.shape[2] if "r" in (case.bias or "") else 0
         b.attention.max_seqlen_k = b.bias.shape[3]
-    return b, np.random.default_rng([seed, 2])
+    return b, np.random.default_rng([case.seed, 2])
 
 
 def too_small_bounds(b: Built, r: np.random.Generator) -> None:
@@ -110,11 +109,27 @@ def too_small_bounds(b: Built, r: np.random.Generator) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_entries(dtype, seed):
-    b, r = built(seed, dtype)
+    check_damaged(random_case(seed, dtype), can_go_backward=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_random_entries_of_latent_caches(seed):
+    """The same with few rows, the head dimensions of latent caches and no option beside them."""
+    case = random_case(seed, "bf16")
+    few = {"rows": tuple(min(n, 4) for n in case.rows)}
+    if case.used_q is not None:
+        few["used_q"] = tuple(min(n, 4) for n in case.used_q)
+    latent = dict(latent=True, head_dim=576, head_dim_v=512, heads_kv=1, softcap=0.0, bias=None)
+    check_damaged(dataclasses.replace(case, **few, **latent), can_go_backward=False)
+
+
+def check_damaged(case: Case, can_go_backward: bool) -> None:
+    dtype = case.dtype
+    b, r = built(case)
     if not any(x.numel() for x in b.meta.values()):
         return
     last_error()
-    backward = bool(r.integers(2))
+    backward = bool(r.integers(2)) and can_go_backward
     run_case(b, backward=backward)
     assert last_error() is None, f"valid arrays: {b.case}"
     damage(b, r)

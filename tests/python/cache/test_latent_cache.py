@@ -23,16 +23,18 @@ pytestmark = pytest.mark.tensors
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 LENGTHS = [70, 0, 9]
+VALUES = {576: 512, 288: 256}  # columns of values by those of keys
 
 
-def dims():
-    """(D, Dv) of DeepSeek's cache, or on a GPU those of a smaller one."""
-    return (288, 256) if devices.current().name == "cuda" else (576, 512)
+def dims(dtype):
+    """(D, Dv) of DeepSeek's cache, or in float32 on a GPU those of a smaller one."""
+    head_dim = 288 if devices.current().name == "cuda" and dtype == torch.float32 else 576
+    return head_dim, VALUES[head_dim]
 
 
 def problem(dtype, page_size=0, rows=2, heads=16, new=0, seed=0):
     """(q, cache, new keys, block table or None), with random unused rows."""
-    g, (head_dim, _) = devices.generator(seed), dims()
+    g, (head_dim, _) = devices.generator(seed), dims(dtype)
 
     def normal(*shape):
         return torch.randn(*shape, generator=g).to(dtype)
@@ -59,7 +61,7 @@ def expected(q, cache, table, lengths, dtype, **options):
     results = []
     for b, n in enumerate(lengths):
         keys = in_order(cache, table)[b, :n].to(dtype)
-        values = keys[..., : dims()[1]]
+        values = keys[..., : VALUES[keys.shape[-1]]]
         results.append(reference.attend_one(q[b].to(dtype), keys, values, **options))
     return [torch.stack(x) for x in zip(*results, strict=True)]
 
@@ -72,7 +74,7 @@ def test_decode(dtype, page_size, heads, rows, causal, num_splits):
     q, cache, _, table = problem(dtype, page_size, rows, heads)
     options = dict(causal=causal, scale=192**-0.5)
     got = tilewise.attention_with_kvcache(
-        q, cache, head_dim_v=dims()[1], cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+        q, cache, head_dim_v=dims(dtype)[1], cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
         block_table=table, num_splits=num_splits, return_lse=True, **options,
     )  # fmt: skip
     plain = expected(q, cache, table, LENGTHS, dtype, **options)
@@ -87,7 +89,7 @@ def test_decode(dtype, page_size, heads, rows, causal, num_splits):
 @pytest.mark.parametrize("packed", [False, True])
 def test_append_writes_every_column_once(dtype, page_size, interleaved, packed):
     """Only the columns after the values are rotated; the rest of the cache is unchanged."""
-    new, (head_dim, head_dim_v) = 2, dims()
+    new, (head_dim, head_dim_v) = 2, dims(dtype)
     q, cache, _, table = problem(dtype, page_size, rows=2, new=new)
     k = torch.randn(3, new, 1, head_dim, generator=devices.generator(3)).to(dtype)
     angle = torch.rand(90, 16, generator=devices.generator(5)) * 6.3
@@ -132,13 +134,14 @@ def test_append_writes_every_column_once(dtype, page_size, interleaved, packed):
 def test_float8_cache_has_one_factor(factor):
     """Columns are divided by k_descale when they are written, and multiplied when they are read."""
     q, cache, _, table = problem(torch.bfloat16, page_size=16, new=1)
-    k = torch.randn(3, 1, 1, dims()[0], generator=devices.generator(3)).bfloat16()
+    head_dim, head_dim_v = dims(torch.bfloat16)
+    k = torch.randn(3, 1, 1, head_dim, generator=devices.generator(3)).bfloat16()
     cache = (cache.float() * 0.5).to(FLOAT8)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     descale = None if factor is None else torch.tensor([[factor]])
     before = cache.clone()
     out = tilewise.attention_with_kvcache(
-        q, cache, None, k, head_dim_v=dims()[1], cache_seqlens=lengths, block_table=table,
+        q, cache, None, k, head_dim_v=head_dim_v, cache_seqlens=lengths, block_table=table,
         k_descale=descale,
     )  # fmt: skip
     stored = (k.float() / (factor or 1.0)).clamp(-448, 448).to(FLOAT8)
@@ -158,12 +161,12 @@ def test_float8_cache_has_one_factor(factor):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_arrays_agree_bitwise_with_tensors(rotary, page_size):
     q, cache, _, table = problem(torch.float32, page_size, new=2)
-    given = dict(q=q, k_cache=cache, k=torch.randn(3, 2, 1, dims()[0]), block_table=table)
+    given = dict(q=q, k_cache=cache, k=torch.randn(3, 2, 1, 576), block_table=table)
     given["cache_seqlens"] = torch.tensor(LENGTHS, dtype=torch.int32)
     if rotary:
         given |= dict(rotary_cos=torch.randn(90, 32), rotary_sin=torch.randn(90, 32))
     arrays = {name: None if x is None else x.numpy().copy() for name, x in given.items()}
-    options = dict(head_dim_v=dims()[1], causal=True, return_lse=True)
+    options = dict(head_dim_v=512, causal=True, return_lse=True)
     want = tilewise.attention_with_kvcache(**given, **options)
     got = tilewise.attention_with_kvcache(**arrays, **options)
     for a, b in zip(got, want, strict=True):
@@ -180,9 +183,9 @@ def test_arrays_agree_bitwise_with_tensors(rotary, page_size):
 @pytest.mark.tensors("cpu")
 def test_compiled_call_appends():
     q, cache, _, table = problem(torch.float32, page_size=16, new=1)
-    k = torch.randn(3, 1, 1, dims()[0])
+    k = torch.randn(3, 1, 1, 576)
     options = dict(
-        head_dim_v=dims()[1], cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+        head_dim_v=512, cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
         block_table=table, causal=True,
     )  # fmt: skip
     copy = cache.clone()
@@ -231,8 +234,8 @@ def test_refusals_name_the_argument_and_write_nothing(name, arrays, device):
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_head_dimension_beyond_the_device_is_refused_before_the_append(latent, monkeypatch):
-    """Every GPU family ends at 512, which no smaller test can reach on a CPU."""
-    monkeypatch.setattr(_check, "max_head_dim", lambda device: 32)
+    """Limits of GPUs, which no smaller test can reach on a CPU."""
+    monkeypatch.setattr(_check, "max_forward_head_dim", lambda q: 32)
     q, cache, k = (torch.ones(1, n, heads, 40) for n, heads in ((1, 16), (9, 1), (1, 1)))
     cache.zero_()
     values = (None, k) if latent else (cache.clone(), k, k)
@@ -246,9 +249,9 @@ def test_head_dimension_beyond_the_device_is_refused_before_the_append(latent, m
 @pytest.mark.parametrize("append", [False, True])
 def test_qv_of_flash_attention_3_reads_a_latent_cache_in_place(page_size, append):
     """Neighbouring columns of one tensor are not copied; two tensors are, with the same result."""
-    new, head_dim_v = 2 * append, dims()[1]
+    new, (head_dim, head_dim_v) = 2 * append, dims(torch.bfloat16)
     q, cache, _, table = problem(torch.bfloat16, page_size, new=new)
-    k = torch.randn(3, 2, 1, dims()[0], generator=devices.generator(3)).bfloat16()
+    k = torch.randn(3, 2, 1, head_dim, generator=devices.generator(3)).bfloat16()
     parts = [(x[..., head_dim_v:], x[..., :head_dim_v]) for x in (cache, k)]
     copies = [x.clone() for x in parts[0]]
     options = dict(
