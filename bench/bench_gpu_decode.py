@@ -79,8 +79,8 @@ def choose(options: argparse.Namespace) -> list[cases.Case]:
     return sorted((c for c in points if c.bytes <= options.most_gb * 1e9), key=lambda c: c.bytes)
 
 
-def graph_of(call: cases.Call, case: cases.Case) -> Callable[[], None]:
-    """A function that replays a CUDA graph of the case's launches, one cache after another."""
+def graph_of(call: cases.Call, launches: int, copies: int) -> Callable[[], None]:
+    """A function that replays a CUDA graph of many launches, one cache after another."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -88,8 +88,8 @@ def graph_of(call: cases.Call, case: cases.Case) -> Callable[[], None]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(case.launches):
-            call(i % case.copies)
+        for i in range(launches):
+            call(i % copies)
     return graph.replay
 
 
@@ -115,7 +115,7 @@ def measure(
     eager = clock.interleave(singles, options.rounds)
     graph = {}
     if options.device == "cuda":
-        replays = {n: graph_of(call, case) for n, call in calls.items()}
+        replays = {n: graph_of(call, case.launches, case.copies) for n, call in calls.items()}
         timings = clock.interleave(replays, options.rounds, warm=1)
         graph = {n: 1e3 * t.median / case.launches for n, t in timings.items()}
     return make_row(
