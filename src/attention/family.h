@@ -39,7 +39,8 @@ struct FamilyFacts {
   PassSet passes;
   DtypeSet tangent_dtypes = kFloatDtypes;  // those of `dtypes` for Pass::jvp and Pass::second
   int32_t max_head_dim;                    // of q and k, and of v
-  int32_t max_wide_head_dim = 0;           // if larger: of forwards with q of 16 bits
+  int32_t max_forward_head_dim = 0;        // if larger: of a forward with q of 16 bits
+  int32_t max_backward_head_dim = 0;       // if larger: of a backward with q of 16 bits
 
   constexpr bool has(Pass pass, int32_t dtype) const {
     const bool has_tangents = pass == Pass::jvp || pass == Pass::second;
@@ -47,8 +48,10 @@ struct FamilyFacts {
            (!has_tangents || tangent_dtypes.contains(dtype));
   }
   constexpr int32_t max_head_dim_of(Pass pass, int32_t dtype) const {
-    const bool wide = pass == Pass::forward && kHalfDtypes.contains(dtype);
-    return wide ? max(max_head_dim, max_wide_head_dim) : max_head_dim;
+    if (!kHalfDtypes.contains(dtype)) return max_head_dim;
+    if (pass == Pass::forward) return max(max_head_dim, max_forward_head_dim);
+    if (pass == Pass::backward) return max(max_head_dim, max_backward_head_dim);
+    return max_head_dim;
   }
   constexpr bool computes(const Request& request) const {
     const Problem& p = request.problem;

@@ -42,12 +42,12 @@ TEST(PlannerCuda, ChoosesFamilyAndTable) {
       {90, TILEWISE_FLOAT32, 8, "cuda.mma_sync", "cuda.mma_sync", 90},
       {90, TILEWISE_FLOAT32, 7, "cuda.simt", "cuda.simt", 0},
       {75, TILEWISE_FLOAT16, 320, "cuda.simt", "cuda.simt", 0},
-      {80, TILEWISE_BFLOAT16, 257, "cuda.mma_sync", "cuda.simt", 80},
+      {80, TILEWISE_BFLOAT16, 257, "cuda.mma_sync", "cuda.mma_sync", 80},
       {86, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 86},
-      {90, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.simt", 90},
+      {90, TILEWISE_FLOAT16, 512, "cuda.mma_sync", "cuda.mma_sync", 90},
       {90, TILEWISE_FLOAT32, 512, "cuda.simt", "cuda.simt", 0},
       {90, TILEWISE_FLOAT16, 576, "cuda.simt", nullptr, 0},
-      {100, TILEWISE_BFLOAT16, 320, "cuda.mma_sync", "cuda.simt", 90},
+      {100, TILEWISE_BFLOAT16, 320, "cuda.mma_sync", "cuda.mma_sync", 90},
       {120, TILEWISE_BFLOAT16, 512, "cuda.mma_sync", "cuda.simt", 120},
       {100, TILEWISE_BFLOAT16, 192, "cuda.mma_sync", "cuda.mma_sync", 90},
       {103, TILEWISE_BFLOAT16, 128, "cuda.mma_sync", "cuda.mma_sync", 90},
@@ -103,6 +103,12 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320)),
             "f16 on sm_75, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
             "kernels for sm_75 take head dimensions up to 256");
+  const Problem wide = problem(TILEWISE_FLOAT16, 16, 2048, 2048, 8, 320);
+  const Gradients g = gradients(wide);
+  EXPECT_NE(explain(plan(Request(wide, g), gpu_with(86)), Request(wide, g), gpu_with(86))
+                .find("cuda.mma_sync would be faster, but its backward for GPUs with 99 KB of "
+                      "shared memory per CTA takes head dimensions up to 256"),
+            std::string::npos);
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_FLOAT32, 16, 2048, 2048, 8, 320)),
             "f32 on sm_90, tile 64x64 for head_dim 512: cuda.mma_sync would be faster, but its "
             "largest head_dim is 256");

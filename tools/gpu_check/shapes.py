@@ -71,7 +71,7 @@ def shapes() -> Iterator[Shape]:
         for dim in (64, 96, 128, 192, 256, 320, 512):
             plain = Shape(f"{dtype}-d{dim}", dtype, dim, sinks=True)
             if dim > 256:
-                plain = replace(plain, rows=(40,), keys=(100,), group=1)
+                plain = replace(plain, rows=(70,), keys=(100,), group=1)
             general = replace(plain, name=f"{plain.name}-general", general=True, sinks=False)
             yield plain
             yield replace(plain, name=f"{plain.name}-deterministic", deterministic=True)

@@ -12,10 +12,10 @@ namespace tilewise::cuda::arch {
 inline constexpr ForwardTile kNoForward{};
 inline constexpr BackwardTile kNoBackward{};
 
-// The columns of out for whose sums a warp has registers. Beyond them there are forward tiles with
-// two column warps (ForwardTile::column_warps), which mma_sync/instances.h builds for 16-bit
-// elements alone, and no decode or backward tiles. Decoding splits the keys of the forward tiles:
-// by estimate, a CTA of 64 rows multiplies keys as fast as memory delivers them.
+// The columns of out for whose sums a warp has registers. Beyond them there are tiles with two
+// column warps (ForwardTile::column_warps), which mma_sync/instances.h builds for 16-bit elements
+// alone, and no decode tiles. Decoding splits the keys of the forward tiles: by estimate, a CTA of
+// 64 rows multiplies keys as fast as memory delivers them.
 inline constexpr int kMaxColumnsOfWarp = 256;
 constexpr ForwardTile wide_tile(int warps, int keys, int stages) {
   return {.warps = warps,
@@ -36,6 +36,21 @@ constexpr ForwardTile latent_decode_tile(int keys, int stages, int blocks_per_sm
           .stages = stages,
           .blocks_per_sm = blocks_per_sm,
           .column_warps = 4};
+}
+
+// Eight warps hold dK and dV of 32 keys in half of their registers, at head dimension 512 half of
+// all registers of an SM: more keys or columns do not fit. With 99 KB of shared memory there is no
+// such tile: K and V of 32 keys alone take 64 KB, and 48 KB at head dimension 384.
+inline constexpr int kMaxBackwardColumns = 512;
+constexpr BackwardTile wide_backward_tile(int head_dim, int queries) {
+  if (head_dim > kMaxBackwardColumns) return kNoBackward;
+  return {.key_warps = 1,
+          .query_warps = 8,
+          .queries = queries,
+          .stages = 1,
+          .early_barrier = false,
+          .blocks_per_sm = 1,
+          .column_warps = 2};
 }
 
 // 227 KB of shared memory per CTA, TMA, vector reductions.
@@ -100,7 +115,7 @@ struct Sm90 {
   static constexpr ForwardTile latent_decode() { return latent_decode_tile(32, 2, 2); }
 
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
-    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
+    if (head_dim > kMaxColumnsOfWarp) return wide_backward_tile(head_dim, 64);
     if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2) {
       if (head_dim <= 64)
@@ -193,7 +208,7 @@ struct Sm80 {
   static constexpr ForwardTile latent_forward() { return wide_tile(8, 32, 2); }
   static constexpr ForwardTile latent_decode() { return latent_decode_tile(16, 3, 2); }
   static constexpr BackwardTile backward(int element_bytes, int head_dim) {
-    if (head_dim > kMaxColumnsOfWarp) return kNoBackward;
+    if (head_dim > kMaxColumnsOfWarp) return wide_backward_tile(head_dim, 32);
     if (element_bytes == 1) return kNoBackward;
     if (element_bytes == 2 && head_dim > 128)
       return {.key_warps = 2,

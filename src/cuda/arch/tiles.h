@@ -25,7 +25,9 @@ struct ForwardTile {
 
 // Backward (mma_sync): a CTA owns key_warps * 32 keys and walks tiles of `queries` query rows.
 // `query_warps` warps work on the same 32 keys: they divide the rows of a tile and the columns of
-// dK and dV among them.
+// dK and dV among them. With `column_warps` 2, two neighbouring ones have the same rows and divide
+// the columns of the head dimension that S and dP are sums over; Q and dO then have one stage, and
+// each is refilled as soon as its last product of a step is done.
 struct BackwardTile {
   int key_warps;
   int query_warps;
@@ -35,6 +37,7 @@ struct BackwardTile {
   // own queries; otherwise it follows both.
   bool early_barrier;
   int blocks_per_sm;
+  int column_warps = 1;
 
   constexpr int keys() const { return key_warps * 32; }
   constexpr int threads() const { return key_warps * query_warps * 32; }

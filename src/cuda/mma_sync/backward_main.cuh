@@ -27,70 +27,15 @@
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
+#include "cuda/mma_sync/backward_column_warps.cuh"
 #include "cuda/mma_sync/backward_keys.cuh"
 #include "cuda/mma_sync/backward_products.cuh"
 #include "cuda/mma_sync/backward_rows.cuh"
 #include "cuda/mma_sync/backward_scores.cuh"
 #include "cuda/mma_sync/backward_semaphores.cuh"
+#include "cuda/mma_sync/backward_step.cuh"
 
 namespace tilewise::cuda::mma_sync {
-
-// The addresses of the tiles of a step.
-template <class C>
-struct StepTiles {
-  using Plan = BackwardPlan<C>;
-
-  TILEWISE_DEVICE StepTiles(ptx::SharedAddress shared, int stage, int score_tile, int query)
-      : warp_query(query),
-        warp_rows(static_cast<uint32_t>(query * Plan::kRowBytes)),
-        q(shared + Plan::kRowTiles + static_cast<uint32_t>(stage * 2 * Plan::kRowTileBytes)),
-        d_out(q + Plan::kRowTileBytes),
-        thread_lse(shared + Plan::kStatistics +
-                   static_cast<uint32_t>(stage * Plan::kStatisticsBytes +
-                                         (query + ptx::lane_index() % 4 * 2) * 4)),
-        thread_delta(thread_lse + Plan::kQueries * 4),
-        ds(shared + Plan::kDS + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)),
-        p(shared + Plan::kP + static_cast<uint32_t>(score_tile * Plan::kScoreTileBytes)) {}
-
-  int warp_query;      // the first query of the warp
-  uint32_t warp_rows;  // its byte offset in the tiles of q and d_out
-  ptx::SharedAddress q;
-  ptx::SharedAddress d_out;
-  ptx::SharedAddress thread_lse;
-  ptx::SharedAddress thread_delta;
-  ptx::SharedAddress ds;
-  ptx::SharedAddress p;
-};
-
-// P^T or dS^T of the warp's own queries, as operands.
-template <class C>
-using OwnScores = tile::Operands<typename C::Element, 2, max(1, BackwardPlan<C>::kOwnSteps)>;
-
-// Stores P and dS of the warp: to its operands, and to shared memory for the other warps.
-template <class C, class Offsets>
-TILEWISE_DEVICE void store_scores(OwnScores<C>& p_own, OwnScores<C>& ds_own, ScoreSums<C>& s,
-                                  ScoreSums<C>& dp, const Offsets& scores, const StepTiles<C>& at,
-                                  float scale_log2) {
-  using Plan = BackwardPlan<C>;
-#pragma unroll
-  for (int n = 0; n < Plan::kWarpQueries / 8; ++n) {
-    if constexpr (!C::kGeneral) softmax_and_derivative<C>(s, dp, n, scale_log2, at.thread_lse);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      p_own.set(m, n, s.x[m][n]);
-      ds_own.set(m, n, dp.x[m][n]);
-      constexpr int kChunks = Plan::kBytes / 2;  // per 8 queries
-#pragma unroll
-      for (int i = 0; i < 2 * kChunks; ++i) {
-        const int chunk = n * kChunks + i / 2;
-        const uint32_t word = scores.word(16 * m + i % 2 * 8, chunk);
-        if (Plan::kShareP)
-          ptx::st_shared_b32(at.p + word, p_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
-        ptx::st_shared_b32(at.ds + word, ds_own.r[chunk / 2][m][chunk % 2 * 2 + i % 2]);
-      }
-    }
-  }
-}
 
 // Adds dK and dV of a step. `refill` runs when the previous stage is no longer read.
 template <class C, class Columns, class Offsets, class Refill>
@@ -141,19 +86,20 @@ TILEWISE_DEVICE void add_dk_dv(KeySums<C>& dk, KeySums<C>& dv, const OwnScores<C
   }
 }
 
-// Adds dQ of a step to its sums; in semaphore order when the backward is deterministic.
+// Adds pass `pass` of the dQ of a step to its sums; in semaphore order when the backward is
+// deterministic.
 template <class C>
 TILEWISE_DEVICE void add_dq(const BackwardParams& p, const typename DqProduct<C>::Sums& dq,
-                            const KeyTile<C>& key_tile, const TileRecord<C>& record, int warp,
-                            int lane) {
+                            int pass, const KeyTile<C>& key_tile, const TileRecord<C>& record,
+                            int warp, int lane) {
   const int32_t index = record.index();
   float* to = p.dq_sum + int64_t{index} * BackwardPlan<C>::kDqTile;
   if (p.dq_semaphores != nullptr) {
-    wait_semaphore(p.dq_semaphores + index, key_tile, record.row());
-    DqProduct<C>::reduce(dq, to, warp, lane);
-    release_semaphore(p.dq_semaphores + index);
+    if (pass == 0) wait_semaphore(p.dq_semaphores + index, key_tile, record.row());
+    DqProduct<C>::reduce(dq, to, pass, warp, lane);
+    if (pass + 1 == BackwardPlan<C>::kDqPasses) release_semaphore(p.dq_semaphores + index);
   } else {
-    DqProduct<C>::reduce(dq, to, warp, lane);
+    DqProduct<C>::reduce(dq, to, pass, warp, lane);
   }
 }
 
@@ -190,7 +136,8 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   const int lane = ptx::lane_index();
   const int warp = ptx::warp_index();
   const int warp_key = warp / Plan::kTile.query_warps * 32;
-  const int warp_query = warp % Plan::kTile.query_warps * Plan::kWarpQueries;
+  const int column_warp = column_warp_of<C>(warp);
+  const int warp_query = warp % Plan::kTile.query_warps / Plan::kColumnWarps * Plan::kWarpQueries;
   const int warp_column = warp % Plan::kTile.query_warps * Plan::kColumns;
   const ptx::SharedAddress shared = ptx::shared_address(ptx::shared_memory());
   const ptx::SharedAddress warp_k = shared + Plan::kK + warp_key * Plan::kRowBytes;
@@ -220,7 +167,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
   [[maybe_unused]] GeneralScores<C> general(problem, sequence, first_head,
                                             keys.begin + warp_key + lane / 4);
 
-  const RowProduct<C> row_product(lane);
+  const RowProduct<C> row_product(lane, column_warp);
   const tile::TransposedB<Element, Plan::kRowBytes> column_offsets(lane, warp_column / 16);
   const tile::OperandOffsets<Plan::kScoreRowBytes> score_offsets(lane, warp_key,
                                                                  warp_query * Plan::kBytes / 16);
@@ -234,7 +181,7 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
 #pragma unroll 1
   for (; steps != 0; --steps) {
     if constexpr (kStages < 3) {
-      tile::wait<Arch, 0>();
+      tile::wait<Arch, Plan::kInFlight>();
       ptx::sync_block();
     }
     const auto columns = column_offsets.opaque();
@@ -252,25 +199,20 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
       row_product.add(s, warp_k, at.q + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1 && steps > 1) pipeline.copy_q(p, stage ^ 1);
       });
+      add_other_columns<C>(s, shared, warp);
       if constexpr (!C::kGeneral) {
-        if (record.masked()) {
-          ptx::force_branch();
-          const float hidden = scale_log2 > 0.0f ? kMinusInfinity : -kMinusInfinity;
-          const int32_t query = record.row() + warp_query + lane % 4 * 2;
-          if (key_tile.far_rows()) [[unlikely]]
-            make_relative<C>(s, p,
-                             int64_t{record.index()} * Plan::kQueries + warp_query + lane % 4 * 2,
-                             scale_log2);
-          KeyMask<C>(key_tile, warp_key + lane / 4, query).apply(s, hidden);
-        }
+        if (record.masked())
+          hide_scores<C>(s, p, key_tile, record, warp_key, warp_query, lane, scale_log2);
       }
-      start_dp<C>(dp, at.thread_delta);  // dP^T - delta = V dO^T - delta
+      wait_for_d_out<C>();
+      start_dp<C>(dp, at.thread_delta, column_warp);  // dP^T - delta = V dO^T - delta
       row_product.add(dp, warp_v, at.d_out + at.warp_rows, [&](int k) {
         if (kStages == 2 && k == 1) {
           if (steps > 1) pipeline.copy_d_out(p, stage ^ 1);
           tile::commit<Arch>();
         }
       });
+      add_other_columns<C>(dp, shared, warp);
       if constexpr (C::kGeneral) {
         const int32_t row = record.row() + warp_query;
         const KeyMask<C> mask(key_tile, warp_key + lane / 4, row);
@@ -278,22 +220,29 @@ void backward(TILEWISE_PARAMETER BackwardParams p) {
         general.apply(s, dp, mask, p, key_tile, row, record.index(), at.thread_lse, at.thread_delta,
                       shown_keys(record, first_head, row, keys.begin + warp_key));
       }
-      store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2);  // P, dS = P (dP - delta)
+      // P, dS = P (dP - delta)
+      store_scores<C>(p_own, ds_own, s, dp, scores, at, scale_log2, column_warp);
     }
-    add_dk_dv<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
-      if constexpr (kStages == 3) pipeline.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
-    });
-    if (p.dq_sum != nullptr) {
+    if constexpr (Plan::kColumnWarps > 1) {
+      add_shared_dk_dv<C>(dk, dv, columns, scores, at,
+                          [&](RowOperand which) { pipeline.copy(p, which, stage ^ 1, steps > 1); });
+    } else {
+      add_dk_dv<C>(dk, dv, p_own, ds_own, columns, scores, at, [&] {
+        if constexpr (kStages == 3) pipeline.copy(p, stage == 0 ? 2 : stage - 1, steps > 2);
+      });
+    }
+#pragma unroll
+    for (int pass = 0; p.dq_sum != nullptr && pass < Plan::kDqPasses; ++pass) {
       typename DqProduct<C>::Sums dq;
       dq.fill(0.0f);  // dQ += dS K
-      dq_product.add(dq, at.ds, shared + Plan::kK);
-      add_dq<C>(p, dq, key_tile, record, warp, lane);
+      dq_product.add(dq, at.ds, shared + Plan::kK, pass);
+      add_dq<C>(p, dq, pass, key_tile, record, warp, lane);
     }
 
-    if constexpr (kStages == 1) {
+    if constexpr (Plan::kStatisticsStages == 1) {
       ptx::sync_block();
       pipeline.copy(p, 0, steps > 1);
-    } else if constexpr (kStages == 2) {
+    } else if constexpr (Plan::kStatisticsStages == 2) {
       stage ^= 1;
     } else {
       stage = stage == 2 ? 0 : stage + 1;

@@ -32,13 +32,14 @@ struct BackwardPlan {
   static constexpr int kStages = kTile.stages;
   static constexpr int kStep = 32 / kBytes;  // elements of the summed index per step of a product
 
-  // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries per warp.
-  static constexpr int kWarpQueries = kQueries / kTile.query_warps;
+  // S^T = K Q^T and dP^T = V dO^T: 32 keys x kWarpQueries per warp, or per kColumnWarps warps.
+  static constexpr int kColumnWarps = kTile.column_warps;
+  static constexpr int kWarpQueries = kQueries / (kTile.query_warps / kColumnWarps);
   static_assert(kWarpQueries == 8 || kWarpQueries % 16 == 0);
   // dK = dS^T Q and dV = P^T dO: 32 keys x kColumns per warp. The warp takes P and dS of its own
   // queries from registers and those of the other warps from shared memory, or all of them from
-  // shared memory when its own queries are fewer than a step takes.
-  static constexpr int kOwnSteps = kWarpQueries / kStep;
+  // shared memory when its own queries are fewer than a step takes, or when it has column warps.
+  static constexpr int kOwnSteps = kColumnWarps > 1 ? 0 : kWarpQueries / kStep;
   // Steps whose left operands a warp holds at the same time.
   static constexpr int kHeldSteps = kBytes == 2 ? 1 : max(1, kOwnSteps);
   static_assert(kOwnSteps % kHeldSteps == 0 && (kQueries / kStep - kOwnSteps) % kHeldSteps == 0);
@@ -64,6 +65,10 @@ struct BackwardPlan {
   static constexpr int kDqColumns = C::kHeadDim / kDqWarpsPerRow;
   static_assert(dq_fits(kDqRows));
   static_assert(kBytes == 2 || kDqColumns == 16 || kDqColumns % 32 == 0);  // GatherOffsets
+  // A warp sums its columns in kDqPasses passes: beside dK and dV there are registers for some 96
+  // sums per lane.
+  static constexpr int kDqPasses = kDqRows * kDqColumns / 32 > 96 ? 2 : 1;
+  static constexpr int kDqPassColumns = kDqColumns / kDqPasses;
   // Floats of a tile of dq_sum.
   static constexpr int kDqTile = kQueries * C::kHeadDim;
 
@@ -77,14 +82,25 @@ struct BackwardPlan {
   static constexpr int kK = 0;
   static constexpr int kV = kK + kKeyTileBytes;
   static constexpr int kRowTiles = kV + kKeyTileBytes;  // per stage: Q, dO
+  static constexpr int row_tiles(int stage) {
+    return kRowTiles + (kStages > 1 ? stage * 2 * kRowTileBytes : 0);
+  }
   static constexpr int kDS = kRowTiles + kStages * 2 * kRowTileBytes;
   static constexpr int kP = kDS + kScoreTiles * kScoreTileBytes;
-  static constexpr int kStatistics = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
-  // Per stage: row_lse, row_delta, TileRecord.
+  static constexpr int kParts = kP + (kShareP ? kScoreTiles * kScoreTileBytes : 0);
+  // Of S or dP, per warp (backward_column_warps.cuh).
+  static constexpr int kPartBytes = kColumnWarps > 1 ? 32 * kWarpQueries * 4 : 0;
+  static constexpr int kStatistics = kParts + kWarps * kPartBytes;
+  // Per tile: row_lse, row_delta, TileRecord. With column warps those of the next tile arrive while
+  // those of this one are in use.
   static constexpr int kStatisticsBytes = 2 * kQueries * 4 + 16;
-  static constexpr int kKeyTile = kStatistics + kStages * kStatisticsBytes;
+  static constexpr int kStatisticsStages = kColumnWarps > 1 ? 2 : kStages;
+  // Groups of copies that may be in flight when a step begins: column warps wait for dO later.
+  static constexpr int kInFlight = kColumnWarps > 1 ? 1 : 0;
+  static constexpr int kKeyTile = kStatistics + kStatisticsStages * kStatisticsBytes;
   static constexpr int kMask = kKeyTile + 48;
   static constexpr int kSharedBytes = kMask + masked_rows_bytes<C>();
+  static_assert(kColumnWarps == 1 || kStages == 1);
   static_assert(kSharedBytes <= arch::limits_of(C::Arch::kTable).shared_bytes);
 };
 

@@ -27,13 +27,17 @@ class RowProduct {
   using Element = typename C::Element;
   using Arch = typename C::Arch;
   static constexpr int kRowBytes = Plan::kRowBytes;
-  static constexpr int kSteps = kRowBytes / 32;
+  static constexpr int kSteps = kRowBytes / 32 / Plan::kColumnWarps;
   static constexpr bool kStepPairs = Plan::kWarpQueries == 8;
 
  public:
   using Sums = tile::Sums<2, Plan::kWarpQueries / 8>;
 
-  TILEWISE_DEVICE explicit RowProduct(int lane) : a_(lane), b_(lane) {}
+  // The product of one column warp is over its share of the columns.
+  TILEWISE_DEVICE explicit RowProduct(int lane, int column_warp = 0)
+      : a_(lane, column_warp * kSteps), b_(lane, column_warp * kSteps) {
+    static_assert(Plan::kColumnWarps == 1 || kSteps % 4 == 0, "the swizzle permutes four steps");
+  }
 
   template <class Between>
   TILEWISE_DEVICE void add(Sums& d, ptx::SharedAddress a, ptx::SharedAddress b,
@@ -164,14 +168,15 @@ class DqProduct {
       : ds_(lane, warp / Plan::kDqWarpsPerRow * kRows),
         k_(lane, warp % Plan::kDqWarpsPerRow * (Plan::kDqColumns / 16)) {}
 
-  using Sums = tile::Sums<kRows, Plan::kDqColumns / 8>;
+  using Sums = tile::Sums<kRows, Plan::kDqPassColumns / 8>;
 
-  TILEWISE_DEVICE void add(Sums& dq, ptx::SharedAddress ds, ptx::SharedAddress k) const {
+  // The columns of pass `pass`.
+  TILEWISE_DEVICE void add(Sums& dq, ptx::SharedAddress ds, ptx::SharedAddress k, int pass) const {
     const auto ds_offsets = ds_.opaque();
     const auto k_offsets = k_.opaque();
     constexpr int kSteps = Plan::kKeys / Plan::kStep;
     constexpr int kInCore = kOneGroup<Element> ? kSteps : min(kSteps, tile::kStepsInCore<Element>);
-    constexpr int kColumnTiles = Plan::kDqColumns / 16;
+    constexpr int kColumnTiles = Plan::kDqPassColumns / 16;
     constexpr int kColumnsAtOnce = std::gcd(kColumnTiles, kMaxInFlight<Element, 2 * kRows>);
     static_assert(kSteps % kInCore == 0);
 #pragma unroll
@@ -188,7 +193,8 @@ class DqProduct {
           tile::Fragment<Element> columns[kColumnsAtOnce];
 #pragma unroll
           for (int c = 0; c < kColumnsAtOnce; ++c)
-            columns[c] = k_offsets.template load<true>(k, step * Plan::kStep, j + c);
+            columns[c] =
+                k_offsets.template load<true>(k, step * Plan::kStep, pass * kColumnTiles + j + c);
 #pragma unroll
           for (int term = 0; term < tile::kTerms<Element>; ++term) {
 #pragma unroll
@@ -207,17 +213,19 @@ class DqProduct {
   }
 
   // Adds dq to the sums over all key tiles, in the order of dq_index.
-  TILEWISE_DEVICE static void reduce(const Sums& dq, float* tile, int warp, int lane) {
+  TILEWISE_DEVICE static void reduce(const Sums& dq, float* tile, int pass, int warp, int lane) {
+    const int first = pass * (Plan::kDqPassColumns / 8);
     float* to = tile + warp * (Plan::kDqRows * Plan::kDqColumns) + dq_index<C>(0, 0, 0, lane);
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-      for (int n = 0; n < Plan::kDqColumns / 8; ++n) {
+      for (int n = 0; n < Plan::kDqPassColumns / 8; ++n) {
         if constexpr (C::Arch::kVectorReduction) {
-          ptx::red_add_v4_f32(to + dq_index<C>(m, n, 0, 0), dq.x[m][n]);
+          ptx::red_add_v4_f32(to + dq_index<C>(m, first + n, 0, 0), dq.x[m][n]);
         } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) ptx::red_add_f32(to + dq_index<C>(m, n, e, 0), dq.x[m][n][e]);
+          for (int e = 0; e < 4; ++e)
+            ptx::red_add_f32(to + dq_index<C>(m, first + n, e, 0), dq.x[m][n][e]);
         }
       }
     }

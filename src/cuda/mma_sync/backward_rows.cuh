@@ -128,6 +128,8 @@ class RowPointer {
   bool aligned_ = true;
 };
 
+enum class RowOperand { q, d_out };
+
 // Copies the row tiles, one or two ahead of the products.
 template <class C>
 class RowPipeline {
@@ -175,8 +177,19 @@ class RowPipeline {
       d_out_.next_head(p.gradients.dout, tile_.end - tile_.row);
     }
   }
+  // Copies Q or dO, if there is a tile: first the one, then the other.
+  TILEWISE_DEVICE void copy(const BackwardParams& p, RowOperand which, int stage, bool exists) {
+    if (exists && which == RowOperand::q) copy_q(p, stage);
+    if (exists && which == RowOperand::d_out) copy_d_out(p, stage);
+    tile::commit<typename C::Arch>();
+  }
   // Copies the whole tile, if there is one.
   TILEWISE_DEVICE void copy(const BackwardParams& p, int stage, bool exists) {
+    if constexpr (Plan::kColumnWarps > 1) {
+      copy(p, RowOperand::q, stage, exists);
+      copy(p, RowOperand::d_out, stage, exists);
+      return;
+    }
     if (exists) {
       copy_q(p, stage);
       copy_d_out(p, stage);
@@ -202,7 +215,7 @@ class RowPipeline {
   }
 
   TILEWISE_DEVICE ptx::SharedAddress stage_at(int stage) const {
-    return shared_ + static_cast<uint32_t>(Plan::kRowTiles + stage * 2 * Plan::kRowTileBytes);
+    return shared_ + static_cast<uint32_t>(Plan::row_tiles(stage));
   }
 
   Lanes lanes_;

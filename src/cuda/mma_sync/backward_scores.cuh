@@ -68,9 +68,10 @@ TILEWISE_DEVICE void load_statistic(float (&x)[2], ptx::SharedAddress statistic,
 }
 
 // Sets the accumulators of dP^T to -delta, so that the product yields dP - delta. The general form
-// starts at 0, because it applies dropout to dP first.
+// starts at 0, because it applies dropout to dP first, and so do the column warps that add their
+// sums to those of the first.
 template <class C>
-TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
+TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta, int column_warp) {
   if constexpr (C::kGeneral) {
     dp.fill(0.0f);
   } else {
@@ -78,6 +79,7 @@ TILEWISE_DEVICE void start_dp(ScoreSums<C>& dp, ptx::SharedAddress delta) {
     for (int n = 0; n < BackwardPlan<C>::kWarpQueries / 8; ++n) {
       float d[2];
       load_statistic<C>(d, delta, n);
+      if (BackwardPlan<C>::kColumnWarps > 1 && column_warp != 0) d[0] = d[1] = 0.0f;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll

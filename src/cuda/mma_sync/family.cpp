@@ -64,13 +64,18 @@ WhyNot why_no_latent_forward(const Request& request) {
   return {};
 }
 
-// Why not head dimensions whose columns several warps divide (forward_column_warps.h).
-WhyNot why_no_wide_forward(const Request& request, const Gpu& gpu) {
+// Why not head dimensions whose columns several warps divide (forward_column_warps.h,
+// backward_column_warps.cuh).
+WhyNot why_no_wide(const Request& request, const Gpu& gpu) {
   if (max(request.problem.head_dim, request.problem.head_dim_v) <= kHalfHeadDims.back()) return {};
   if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3)
     return {.text = "its kernels for keys of float8 take head dimensions up to 256"};
   if (table(gpu) == arch::Sm75::kTable)
     return {.text = "its kernels for sm_75 take head dimensions up to 256"};
+  if (request.is(Pass::backward) && !has_wide_backward(table(gpu)))
+    return {.text =
+                "its backward for GPUs with 99 KB of shared memory per CTA takes head "
+                "dimensions up to 256"};
   if (max(request.problem.head_dim, request.problem.head_dim_v) <= kWideHeadDims.back()) return {};
   return why_no_latent_forward(request);
 }
@@ -90,7 +95,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   if (kv == TILEWISE_FLOAT32 && p.tf32 == 0 && min(p.head_dim, p.head_dim_v) < kLeastFloatColumns)
     return {.text = "its float32 needs head dimensions of 8 and more"};
-  return why_no_wide_forward(request, gpu);
+  return why_no_wide(request, gpu);
 }
 
 // The kernels are compiled per element type of the keys; those for float8 serve both 16-bit types
@@ -283,7 +288,8 @@ constexpr FamilyRow kFamily = {
               .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
               .tangent_dtypes = kHalfDtypes,
               .max_head_dim = kHalfHeadDims.back(),
-              .max_wide_head_dim = kLatentHeadDim},
+              .max_forward_head_dim = kLatentHeadDim,
+              .max_backward_head_dim = kWideHeadDims.back()},
     .sm = {.first = 75},
     .table = table,
     .why_not = why_not,

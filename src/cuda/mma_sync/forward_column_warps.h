@@ -13,6 +13,7 @@
 
 #include "cuda/mma_sync/forward_softmax.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/tile/sum_parts.h"
 
 namespace tilewise::cuda::mma_sync {
 
@@ -52,55 +53,20 @@ TILEWISE_DEVICE void sync_column_warps() {
 
 // The parts of the scores in shared memory, one per warp.
 template <class C>
-inline constexpr int kScorePartBytes =
-    C::kColumnWarps > 1 ? C::kForward.warp_rows * C::kForward.keys * 4 : 0;
-template <class C>
-inline constexpr int kScorePartsBytes = C::kForward.warps * kScorePartBytes<C>;
+inline constexpr int kScorePartsBytes =
+    C::kColumnWarps > 1 ? C::kForward.warps * tile::kPartBytes<Scores<C>> : 0;
 
 // Adds the parts of the other warps to `s`. A barrier of the CTA before the next tile separates
 // these loads from the stores of that tile.
 template <class C>
 TILEWISE_DEVICE void add_score_parts(Scores<C>& s, ptx::SharedAddress parts) {
   static_assert(C::kColumnWarps == 2 || C::kColumnWarps == 4);
-  constexpr int kRows = C::kForward.warp_rows / 16;
-  constexpr int kColumns = C::kForward.keys / 8;
   const int warp = ptx::warp_index();
-  const auto part_of = [&](int which) {
-    return parts + static_cast<uint32_t>(which * kScorePartBytes<C> + ptx::lane_index() * 16);
-  };
-  const auto vector_at = [](int m, int n) {
-    return static_cast<uint32_t>((m * kColumns + n) * ptx::kWarpSize * 16);
-  };
-  const ptx::SharedAddress own = part_of(warp);
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      uint32_t x[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = ptx::bits_of(s.x[m][n][e]);
-      ptx::st_shared_v4_b32(own + vector_at(m, n), x);
-    }
-  }
+  tile::store_part(s, tile::lane_part<Scores<C>>(parts, warp));
   sync_column_warps<C>();
-  const ptx::SharedAddress other = part_of(warp ^ 1);
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      uint32_t x[4];
-      ptx::ld_shared_v4_b32(x, other + vector_at(m, n));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s.x[m][n][e] += ptx::float_of(x[e]);
-      if constexpr (C::kColumnWarps == 4) {
-        uint32_t y[4];
-        ptx::ld_shared_v4_b32(x, part_of(warp ^ 2) + vector_at(m, n));
-        ptx::ld_shared_v4_b32(y, part_of(warp ^ 3) + vector_at(m, n));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.x[m][n][e] += ptx::float_of(x[e]) + ptx::float_of(y[e]);
-      }
-    }
-  }
+  const auto part_of = [&](int other) { return tile::lane_part<Scores<C>>(parts, warp ^ other); };
+  tile::add_part(s, part_of(1));
+  if constexpr (C::kColumnWarps == 4) tile::add_sum_of_parts(s, part_of(2), part_of(3));
 }
 
 }  // namespace tilewise::cuda::mma_sync

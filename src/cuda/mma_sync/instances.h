@@ -13,8 +13,13 @@ inline constexpr std::array kHalfHeadDims = {64, 96, 128, 192, 256};  // F16, BF
 inline constexpr std::array kFloatHeadDims = {64, 128, 256};          // F32, Tf32
 inline constexpr std::array kFloat8HeadDims = {64, 128, 256};         // E4M3
 
-// F16 and BF16 with two column warps, forward alone and not on sm_75.
+// F16 and BF16 with two column warps, not on sm_75.
 inline constexpr std::array kWideHeadDims = {384, 512};
+
+// The tables whose shared memory also holds the tiles of such a backward.
+constexpr bool has_wide_backward(int table) {
+  return table == arch::Sm80::kTable || table == arch::Sm90::kTable;
+}
 
 // F16 and BF16 of a latent cache (LatentConfig): columns of keys, of which the first are the
 // values. Forward alone and not on sm_75.

@@ -100,7 +100,7 @@ constexpr FamilyRow kFamily = {
               .dtypes = kFloatDtypes,
               .passes = PassSet::of(Pass::forward, Pass::backward, Pass::jvp, Pass::second),
               .max_head_dim = kHeadDims.back(),
-              .max_wide_head_dim = kWideHeadDim},
+              .max_forward_head_dim = kWideHeadDim},
     .sm = {.first = 60},
     .table = table,
     .why_not = why_not,

@@ -76,12 +76,12 @@ class StepPairOffsets {
  public:
   static_assert(Swizzle<kRowBytes>::kPeriod == 8);
 
-  TILEWISE_DEVICE explicit StepPairOffsets(int lane) {
+  TILEWISE_DEVICE explicit StepPairOffsets(int lane, int first_step = 0) {
     for (int i = 0; i < 2; ++i)
-      base_[i] = Swizzle<kRowBytes>::offset(lane & 7, 4 * i + (lane >> 3));
+      base_[i] = Swizzle<kRowBytes>::offset(lane & 7, 2 * first_step + 4 * i + (lane >> 3));
   }
 
-  // Steps 2 * pair and 2 * pair + 1.
+  // Steps 2 * pair and 2 * pair + 1, from `first_step` on, which is a multiple of 4.
   TILEWISE_DEVICE uint32_t at(int row, int pair) const {
     return base_[pair % 2] + static_cast<uint32_t>(pair / 2 * 128 + row * kRowBytes);
   }

@@ -32,7 +32,6 @@ SHAPES = {
         head_dim=320,
         head_dim_v=320,
         window=(-1, 0),
-        wanted=frozenset(),
     ),
     "wide splits": Case(
         rows=(2,),
