@@ -26,7 +26,8 @@ enum class Fault : int32_t {
                        // `allowed`
   leftpad_k,           // leftpad_k[index] is `value`; it must be 0 to the capacity of the sequence,
                        // `allowed`
-  cu_seqlens_k_paged,  // sequence `index` has `value` keys: more than its pages hold, `allowed`
+  cu_seqlens_k_paged,  // sequence `index` has `value` keys, with its left padding: more than its
+                       // pages hold, `allowed`
   max_seqlen_k,        // sequence `index` has `value` keys; max_seqlen_k is `allowed`
   block_table,         // block_table[index, second] is `value`; pages is `allowed`
   dbias_keys,          // sequence `index` has `value` keys; dbias_keys is `allowed`
@@ -122,7 +123,8 @@ TILEWISE_FN IndexFault key_fault(const Problem& p, int64_t b) {
   const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
   if (padding < 0 || padding > capacity) return {Fault::leftpad_k, 0, b, 0, padding, capacity};
   const int64_t count = max(int64_t{0}, used - padding);
-  if (padding + count > capacity) return {Fault::cu_seqlens_k_paged, 0, b, 0, count, capacity};
+  if (padding + count > capacity)
+    return {Fault::cu_seqlens_k_paged, 0, b, 0, padding + count, capacity};
   if (p.max_seqlen_k != 0 && count > p.max_seqlen_k)
     return {Fault::max_seqlen_k, 0, b, 0, count, p.max_seqlen_k};
   return {};

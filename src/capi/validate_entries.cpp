@@ -10,21 +10,11 @@
 namespace tilewise::capi {
 namespace {
 
-// Checks an entry that is at most `highest`, the number of rows or keys (`noun`) of its sequence.
-void check_entry(const char* name, int64_t index, int64_t value, int64_t highest,
-                 const char* noun) {
-  if (value >= 0 && value <= highest) return;
-  refuse(TILEWISE_INVALID_ARGUMENT, name, "[", index, "] is ", value, ": ",
-         cuda::range_rule(highest, noun));
+void refuse_fault(const IndexFault& fault) {
+  if (fault.any()) refuse(TILEWISE_INVALID_ARGUMENT, cuda::sentence(fault));
 }
 
-// Rows that k and v hold for sequence b.
-int64_t capacity_of(const Problem& p, int64_t b) {
-  if (p.block_table != nullptr || p.cu_seqlens_k == nullptr) return key_capacity(p);
-  return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
-}
-
-// The number of keys that the arrays give, whether valid or not.
+// The keys of a sequence, with its left padding.
 int64_t used_keys(const Problem& p, int64_t b) {
   if (p.seqused_k != nullptr) return p.seqused_k[b];
   if (p.cu_seqlens_k != nullptr) return int64_t{p.cu_seqlens_k[b + 1]} - p.cu_seqlens_k[b];
@@ -38,15 +28,7 @@ void check_query_entries(const Problem& p) {
   // Without an array all sequences have the same length.
   const bool uniform = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr;
   const int64_t sequences = uniform ? min<int64_t>(p.batch, 1) : p.batch;
-  for (int64_t b = 0; b < sequences; ++b) {
-    const int64_t rows = query_rows(p, b).size();
-    if (p.seqused_q != nullptr) {
-      check_entry("seqused_q", b, p.seqused_q[b], rows, "rows");
-    }
-    const int64_t used = p.seqused_q != nullptr ? p.seqused_q[b] : rows;
-    require(p.max_seqlen_q == 0 || used <= p.max_seqlen_q, "max_seqlen_q is ", p.max_seqlen_q,
-            ": sequence ", b, " has ", used, " rows; it must be 0 (not known) or an upper bound");
-  }
+  for (int64_t b = 0; b < sequences; ++b) refuse_fault(query_fault(p, b));
 }
 
 void check_key_entries(const Problem& p) {
@@ -61,22 +43,10 @@ void check_key_entries(const Problem& p) {
                        p.leftpad_k == nullptr && p.block_table == nullptr;
   const int64_t sequences = uniform ? min<int64_t>(p.batch, 1) : p.batch;
   for (int64_t b = 0; b < sequences; ++b) {
-    const int64_t capacity = capacity_of(p, b);
-    if (p.seqused_k != nullptr) {
-      check_entry("seqused_k", b, p.seqused_k[b], capacity, "keys");
-    }
-    if (p.leftpad_k != nullptr) {
-      check_entry("leftpad_k", b, p.leftpad_k[b], capacity, "keys");
-    }
-    const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
-    const int64_t keys = max(int64_t{0}, used_keys(p, b) - padding);
-    require(padding + keys <= capacity, "cu_seqlens_k says that sequence ", b, " has ",
-            padding + keys, " keys: it can have at most block_table_width * page_size, which is ",
-            capacity);
-    require(p.max_seqlen_k == 0 || keys <= p.max_seqlen_k, "max_seqlen_k is ", p.max_seqlen_k,
-            ": sequence ", b, " has ", keys, " keys; it must be 0 (not known) or an upper bound");
+    refuse_fault(key_fault(p, b));
     if (p.block_table != nullptr) {
-      check_pages(p.block_table, p.block_table_stride, b, {padding, padding + keys}, p.page_size,
+      const int64_t padding = p.leftpad_k != nullptr ? p.leftpad_k[b] : 0;
+      check_pages(p.block_table, p.block_table_stride, b, {padding, used_keys(p, b)}, p.page_size,
                   p.pages);
     }
   }

@@ -1,4 +1,4 @@
-// Faults that kernels found in index arrays, on the host side.
+// Faults of index arrays, on the host side: those that kernels found and those of the CPU's check.
 #pragma once
 
 #include <string>
@@ -10,12 +10,8 @@ namespace tilewise::cuda {
 // One sentence that names the array, the entry, its value and the allowed range.
 std::string sentence(const IndexFault& fault);
 
-// The end of that sentence for an entry that must lie between 0 and `highest`, the number of rows
-// or keys (`noun`) of its sequence.
-std::string range_rule(int64_t highest, const char* noun);
-
-// The same for an entry of cache_seqlens: `rows` new keys must fit after it into a cache for
-// `capacity` keys.
+// The end of that sentence for an entry of cache_seqlens: `rows` new keys must fit after it into a
+// cache for `capacity` keys.
 std::string cache_length_rule(int64_t rows, int64_t capacity);
 
 // Device address of a GPU's fault record, which kernels write. The library owns it until the

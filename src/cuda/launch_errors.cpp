@@ -45,6 +45,13 @@ std::string exceeds(const char* name, const IndexFault& r, const char* rows) {
          std::to_string(r.allowed);
 }
 
+// The end of a sentence about an entry that must lie between 0 and `highest`, the number of rows or
+// keys (`noun`) of its sequence.
+std::string range_rule(int64_t highest, const char* noun) {
+  if (highest == 0) return std::string("it must be 0, because that sequence has no ") + noun;
+  return "it must be 0 to " + std::to_string(highest) + ", the " + noun + " of that sequence";
+}
+
 // The same sentences as in capi/validate_append.cpp.
 std::string sentence_of_append(const IndexFault& r) {
   const std::string index = entry(r);
@@ -77,11 +84,6 @@ std::string sentence_of_append(const IndexFault& r) {
 
 }  // namespace
 
-std::string range_rule(int64_t highest, const char* noun) {
-  if (highest == 0) return std::string("it must be 0, because that sequence has no ") + noun;
-  return "it must be 0 to " + std::to_string(highest) + ", the " + noun + " of that sequence";
-}
-
 std::string cache_length_rule(int64_t rows, int64_t capacity) {
   const std::string keys = std::to_string(rows) + " new keys";
   const std::string cache = "a cache for " + std::to_string(capacity) + " keys";
@@ -90,7 +92,7 @@ std::string cache_length_rule(int64_t rows, int64_t capacity) {
   return "with " + keys + ", 0 to " + std::to_string(capacity - rows) + " is allowed in " + cache;
 }
 
-// The same sentences as in capi/validate_entries.cpp.
+// Those about whole arrays (cu_seqlens, pages) are also in capi/validate_entries.cpp.
 std::string sentence(const IndexFault& r) {
   const std::string index = entry(r);
   const std::string allowed = std::to_string(r.allowed);

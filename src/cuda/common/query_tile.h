@@ -84,7 +84,7 @@ struct KeyTiles {
     t.lower = static_cast<int32_t>(clamp(row0 - band.left, -kMargin, t.keys));
     t.upper = position(row0 + band.right + 1);
     int32_t end = max(0, min(t.keys, t.upper + rows.last_row()));
-    t.first = tiles(max(0, t.lower), step);
+    t.first = t.first_of_all_splits(step);
     if (splits != 1) [[unlikely]] {
       const int32_t stop = max(t.first, tiles(end + step - 1, step));
       const int32_t tiles_per_split = tiles_of_split(stop - t.first, splits);
@@ -93,6 +93,11 @@ struct KeyTiles {
     }
     t.last = end > t.first * step ? tiles(end - 1, step) : t.first - 1;
     return t;
+  }
+
+  // The first tile that the rows see, in whichever split it is.
+  TILEWISE_DEVICE int32_t first_of_all_splits(int32_t step) const {
+    return tiles(max(0, lower), step);
   }
 
   // Narrows the tiles of the whole sequence to those of its first split.
@@ -183,10 +188,14 @@ struct QueryTile {
 
   // The entries of the block table that hold the key tiles, of `step` keys each.
   TILEWISE_DEVICE Range pages(const ForwardParams& p, int32_t step) const {
-    if (sequence.kv.pages == nullptr || tiles.last < tiles.first) return {};
+    return pages_from(p, tiles.first, step);
+  }
+  // The same for the key tiles [first_tile, tiles.last].
+  TILEWISE_DEVICE Range pages_from(const ForwardParams& p, int32_t first_tile, int32_t step) const {
+    if (sequence.kv.pages == nullptr || tiles.last < first_tile) return {};
     const auto first = static_cast<int32_t>(sequence.kv.first);
     const int32_t end = min(tiles.keys, (tiles.last + 1) * step);
-    return {max(0, p.page_size.quotient(first + tiles.first * step)),
+    return {max(0, p.page_size.quotient(first + first_tile * step)),
             min(p.problem.block_table_width, int64_t{p.page_size.quotient(first + end - 1)} + 1)};
   }
 

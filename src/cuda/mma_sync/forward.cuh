@@ -179,6 +179,18 @@ TILEWISE_DEVICE void store_rows_and_lse(const Problem& problem, const QueryTile&
   store_lse(problem, q_tile, position, result);
 }
 
+// The entries of the block table that the CTA has looked up. In a WarpPipeline the first chunk of a
+// sequence looks up tiles before it knows how many it has, so the last of them may belong to the
+// next chunk; its rows are NaN if a page of those does not exist.
+template <class C>
+TILEWISE_DEVICE Range pages_looked_up(const ForwardParams& p, const QueryTile& q_tile) {
+  constexpr int kKeys = C::kForward.keys;
+  if constexpr (C::kWarpPipeline && C::kPaged)
+    return q_tile.pages_from(p, q_tile.tiles.first_of_all_splits(kKeys), kKeys);
+  else
+    return q_tile.pages(p, kKeys);
+}
+
 template <class C>
 TILEWISE_KERNEL(kForwardThreads<C>, C::kForward.blocks_per_sm)
 void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
@@ -299,7 +311,7 @@ void forward(TILEWISE_PARAMETER ForwardParamsOf<C> p) {
   }
   if (!saved.sequence.fits) [[unlikely]] {
     if (row_thread<C>() == 0)
-      call_report_sequence<ForwardParams>(p, saved.sequence, saved.pages(p, C::kForward.keys));
+      call_report_sequence<ForwardParams>(p, saved.sequence, pages_looked_up<C>(p, saved));
     result.set_to_nan();
   }
   if (p.flags.data != nullptr && !outputs_are_finite(saved, position, o, softmax.l)) [[unlikely]]

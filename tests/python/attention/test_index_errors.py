@@ -213,6 +213,14 @@ PAGED = Case(
     dtype="bf16", rows=(1, 1), keys=(64, 64), used_k=(40, 9), page_size=16, heads_kv=1, group=2,
     head_dim=64, head_dim_v=64, seed=3,
 )  # fmt: skip
+# A decode whose keys are divided among CTAs: where a first chunk looks up pages ahead, it meets
+# those of the next chunk.
+CHUNKS = Case(
+    dtype="bf16", rows=(4, 1, 0), keys=(258, 258, 258), used_k=(234, 152, 18), varlen_q=True,
+    page_size=3, heads_kv=2, head_dim=64, head_dim_v=64, seed=5,
+)  # fmt: skip
+# The same with pages that hold TMA boxes.
+BOXES = dataclasses.replace(CHUNKS, page_size=16, keys=(272, 272, 272))
 VARLEN = Case(
     dtype="bf16", rows=(5, 3, 4), keys=(9, 5, 7), varlen_q=True, varlen_k=True, head_dim=64,
     head_dim_v=64, seed=4,
@@ -221,6 +229,8 @@ VARLEN = Case(
 SINGLE = [
     (PAGED, "block_table", (0, 1), 2**20),
     (PAGED, "block_table", (0, 2), -1),
+    *((CHUNKS, "block_table", (0, page), 2**20) for page in range(0, 78, 7)),
+    *((BOXES, "block_table", (0, page), 2**20) for page in range(0, 15, 2)),
     (PAGED, "seqused_k", (1,), 65),
     (PAGED, "seqused_k", (0,), -3),
     (PAGED, "seqused_k", (0,), HIGH),
@@ -249,6 +259,18 @@ def test_one_entry(case, name, at, value):
     if name == "block_table":
         assert error.entry == at[1]
     assert last_error() is None, "reading clears"
+
+
+def test_keys_beyond_the_pages_are_counted_with_their_left_padding():
+    case = dataclasses.replace(PAGED, used_k=None, leftpad=(3, 4), varlen_k=True)
+    b = Built(case)
+    last_error()
+    b.meta["cu_seqlens_k"][1] = 70  # of sequence 0, whose pages hold 64
+    run_case(b, backward=False)
+    error = last_error()
+    assert error is not None and (error.index, error.value, error.allowed) == (0, 70, 64)
+    sentence = "cu_seqlens_k says that sequence 0 has 70 keys: it can have at most "
+    assert error.sentence.decode().startswith(sentence)
 
 
 def test_entries_that_no_row_reads_are_not_faults():
