@@ -10,6 +10,13 @@
 
 namespace tilewise::cuda {
 
+struct Tile {
+  int32_t rows = 0;
+  int32_t keys = 0;
+  int32_t blocks_per_sm = 1;
+  int32_t cluster_size = 1;  // CTAs that share a tile
+};
+
 // The kernels of one form. A null function means that this build has no such kernel.
 struct FormKernels {
   Kernel<ForwardParams> forward;
@@ -29,13 +36,7 @@ struct FormKernels {
   Kernel<SecondParams> second = {};
   Kernel<SecondParams> second_finish = {};
   Kernel<SecondParams> second_dbias = {};
-};
-
-struct Tile {
-  int32_t rows = 0;
-  int32_t keys = 0;
-  int32_t blocks_per_sm = 1;
-  int32_t cluster_size = 1;  // CTAs that share a tile
+  Tile forward_tile = {};  // no rows: that of the kernel set
 };
 
 // Where kernels read values: in v, or in the first columns of the keys (`values_are_in_keys`).
@@ -59,7 +60,7 @@ struct KernelSet {
   FormKernels tma_paged = {};        // likewise
   bool persistent_backward = false;  // a smaller grid may compute all tiles
   int32_t prepare_splits = 1;        // CTAs of the prepare kernel per row tile
-  // The kernels with smaller tiles for problems with few rows; null: none.
+  // The kernels with smaller tiles, for problems with few rows above all; null: none.
   const KernelSet* few_rows = nullptr;
   // The kernels of Pass::jvp and Pass::second if their tiles are not those of the forward and the
   // backward; null: this set has them.
@@ -81,6 +82,10 @@ struct KernelSet {
         return tma_paged;
     }
     return general;
+  }
+  const Tile& forward_tile_of(Form which) const {
+    const Tile& own = form(which).forward_tile;
+    return own.rows > 0 ? own : forward_tile;
   }
   bool reads_mask_forward() const {
     return masked.forward.function != nullptr || masked.tma_forward.function != nullptr;

@@ -249,8 +249,9 @@ Plan plan_forward_tiles(const Problem& p, const KernelSet& kernel_set, const Gpu
   plan.form = forward_form(p, kernel_set);
   plan.architecture = kernel_set.architecture;
   plan.head_dim = kernel_set.head_dim;
-  plan.tile_q = kernel_set.forward_tile.rows;
-  plan.tile_k = kernel_set.forward_tile.keys;
+  const Tile& tile = kernel_set.forward_tile_of(plan.form);
+  plan.tile_q = tile.rows;
+  plan.tile_k = tile.keys;
   plan.pack = choose_pack(p, plan.tile_q);
   const Size tiles = max_tiles(is_varlen_q(p), p.seqlen_q * plan.pack, max_rows(p) * plan.pack,
                                p.batch, plan.tile_q);

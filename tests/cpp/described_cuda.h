@@ -39,13 +39,15 @@ inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   set.architecture = Sm90a::kTable;
   const auto forward = Sm90a::forward(set.head_dim, set.head_dim_v, size);
   const auto backward = Sm90a::backward(set.head_dim, size);
+  const auto masked = Sm90a::masked_forward(set.head_dim, set.head_dim_v, size);
   set.forward_tile = {.rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = 1};
+  set.masked.forward_tile = {.rows = masked.rows(), .keys = masked.keys, .blocks_per_sm = 1};
   set.backward_tile = {.rows = backward.queries,
                        .keys = backward.keys * backward.cluster_size,
                        .blocks_per_sm = 1,
                        .cluster_size = backward.cluster_size};
   set.persistent_backward = max(set.head_dim, set.head_dim_v) <= 128;
-  if (Sm90a::masked_forward(set.head_dim, set.head_dim_v, size).consumer_warpgroups > 0)
+  if (masked.consumer_warpgroups > 0)
     set.masked.tma_forward.function = [](cuda::TmaForwardParams) {};
   if (Sm90a::masked_backward(max(set.head_dim, set.head_dim_v), size).keys > 0)
     set.masked.tma_backward.function = [](cuda::TmaBackwardParams) {};

@@ -58,6 +58,26 @@ TEST(PlannerCudaMasks, HopperHasAMaskedForward) {
   EXPECT_TRUE(causal.dynamic_scheduling);
 }
 
+// Up to head dim 64, the tile of few rows and of masks of blocks is a block; ranges at more rows
+// have the tile of the other forms.
+TEST(PlannerCudaMasks, HopperHasATileForBlocks) {
+  tilewise_mask mask{};
+  for (const int32_t kind : {TILEWISE_MASK_RANGES, TILEWISE_MASK_BLOCKS}) {
+    mask.kind = kind;
+    for (const int64_t head_dim : {40, 64, 96, 128}) {
+      for (const int64_t rows : {1024, 2048, 2049, 8192}) {
+        Problem p = problem(TILEWISE_BFLOAT16, 4, rows, rows, 8, head_dim);
+        p.mask = &mask;
+        const cuda::Plan plan = forward(p, gpu_with(90));
+        const bool blocks = kind == TILEWISE_MASK_BLOCKS || rows <= 2048;
+        EXPECT_EQ(plan.kernel_set->family, &cuda::wgmma::kFamily);
+        EXPECT_EQ(plan.tile_q, head_dim > 64 || blocks ? 128 : 192) << rows;
+        EXPECT_EQ(plan.tile_k, 128);
+      }
+    }
+  }
+}
+
 // That of the backward has tiles of 64 queries, or of 128 at head dim 64, for all numbers of rows.
 TEST(PlannerCudaMasks, HopperHasAMaskedBackward) {
   for (const int64_t head_dim : {64, 96, 128}) {

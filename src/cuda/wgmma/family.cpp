@@ -79,7 +79,10 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
 bool prefers_small_tiles(const Request& request, const KernelSet& kernel_set) {
   const Problem& p = request.problem;
   const int64_t rows = selection_rows(p);
-  if (request.is(Pass::forward)) return arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p));
+  if (request.is(Pass::forward)) {
+    if (p.mask == nullptr) return arch::Sm90a::prefers_small_forward(rows, nan_may_leak(p));
+    return arch::Sm90a::prefers_small_masked_forward(rows, p.mask->kind == TILEWISE_MASK_BLOCKS);
+  }
   // The masked form has the tiles of the general one.
   const bool general = !fits_plain(request) || p.mask != nullptr;
   return arch::Sm90a::prefers_small_backward(kernel_set.head_dim, rows, nan_may_leak(p), general);
