@@ -181,20 +181,25 @@ struct Sm90a {
             .producer_registers = 24,
             .option_loops = false};
   }
-  // The same tile for the masked form. The warp that reads the mask needs more registers than those
-  // that load and reduce: consumers can give 16 of each thread's, or 8 at D64, without spills in
-  // their loop, except beside tiles that leave no register.
+  // The same tile for the general form, which has registers for 64 queries, not for 80.
+  static constexpr WgmmaBackwardTile general_backward(int head_dim, TileSize size) {
+    const WgmmaBackwardTile tile = backward(head_dim, size);
+    return tile.spare_registers ? tile : WgmmaBackwardTile{};
+  }
+  // The same for the masked form. The warp that reads the mask needs more registers than those that
+  // load and reduce: consumers can give 16 of each thread's, or 8 at D64, without spills in their
+  // loop.
   static constexpr WgmmaBackwardTile masked_backward(int head_dim, TileSize size) {
-    WgmmaBackwardTile tile = backward(head_dim, size);
-    if (head_dim > kMaxMaskedHeadDim || !tile.spare_registers) return {};
+    WgmmaBackwardTile tile = general_backward(head_dim, size);
+    if (head_dim > kMaxMaskedHeadDim || tile.keys == 0) return {};
     const int given = head_dim <= 64 ? 8 : 16;
     tile.consumer_registers -= given;
     tile.producer_registers += 2 * given;
     return tile;
   }
 
-  // Whether a problem uses the small tile. Above head dim 192 a cluster is faster from 2k rows on;
-  // the general form has registers for 64 queries, not for 80.
+  // Whether a problem uses the small tile. Above head dim 192 a cluster is faster from 2k rows on.
+  // The general form has no other tile at D96 and D128.
   static constexpr bool prefers_small_backward(int head_dim, int64_t rows, bool has_edges,
                                                bool general) {
     return head_dim > 192 ? rows < 2048 : general || (has_edges && rows <= 4096);

@@ -13,12 +13,21 @@ namespace {
 
 TILEWISE_DEVICE_VARIABLE IndexRecord index_record;  // initialised to zeros
 
+// Stream-K tails are those of wgmma's fast path, whose out has 16 bits.
+template <class Element>
+constexpr Kernel<ForwardParams> combine_shares() {
+  if constexpr (Element::kDtype == TILEWISE_FLOAT32)
+    return {};
+  else
+    return {&combine_by_warps<Element, StreamKRow>, kCombineByWarpsThreads, 0};
+}
+
 template <class Element>
 constexpr TensorKernels kTensorKernels = {
     {&combine<Element, SplitRow>, kCombineThreads, 0},
     {&combine<Element, ChunkRow>, kCombineThreads, 0},
     {&combine_by_warps<Element, SplitRow>, kCombineByWarpsThreads, 0},
-    {&combine_by_warps<Element, StreamKRow>, kCombineByWarpsThreads, 0},
+    combine_shares<Element>(),
     {&append<Element>, kAppendThreads, kAppendSharedBytes},
     {&dbias<Element>, kDbiasThreads, kDbiasSharedBytes},
     {&dsinks<Element>, kDsinksThreads, kDsinksSharedBytes},

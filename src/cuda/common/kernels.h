@@ -17,7 +17,7 @@ struct TensorKernels {
   Kernel<ForwardParams> combine_splits;
   Kernel<ForwardParams> combine_chunks;
   Kernel<ForwardParams> combine_splits_by_warps;
-  Kernel<ForwardParams> combine_shares;
+  Kernel<ForwardParams> combine_shares;  // null for F32
   Kernel<AppendParams> append;
   Kernel<DbiasParams> dbias;
   Kernel<DsinksParams> dsinks;

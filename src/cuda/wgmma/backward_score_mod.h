@@ -51,7 +51,8 @@ struct KeptScores {
   template <int kGroups>
   TILEWISE_DEVICE static KeptScores draw(const Dropout& dropout, int32_t key, int32_t first_row,
                                          uint32_t batch_head) {
-    constexpr int kWords = (kGroups + 7) / 8;
+    static_assert(kGroups % 8 == 0);
+    constexpr int kWords = kGroups / 8;
     const int lane = ptx::lane_index();
     const int g = lane / 4;
     const int t = lane % 4;
@@ -62,11 +63,8 @@ struct KeptScores {
     };
     uint32_t drawn[2];
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      drawn[w] = 8 * w + 4 < kGroups
-                     ? dropout.template kept_keys<DeviceMath>(counter(2 * w), counter(2 * w + 1))
-                     : dropout.template kept_keys<DeviceMath>(counter(2 * w));
-    }
+    for (int w = 0; w < kWords; ++w)
+      drawn[w] = dropout.template kept_keys<DeviceMath>(counter(2 * w), counter(2 * w + 1));
     KeptScores kept{};
 #pragma unroll
     for (int c = 0; c < 8; ++c) {

@@ -22,8 +22,9 @@ struct Config {
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kMasked = kForm_ == Form::masked;
   static constexpr arch::WgmmaBackwardTile kBackward =
-      kMasked ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
-              : Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
+      kMasked    ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
+      : kGeneral ? Arch::general_backward(max(kHeadDim, kHeadDimV), kTileSize_)
+                 : Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
   static constexpr arch::WgmmaForwardTile kForward =
       kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
               : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
