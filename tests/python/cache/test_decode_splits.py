@@ -98,6 +98,21 @@ def test_few_tiles_use_large_clusters(seed):
 
 
 @pytest.mark.abi("cuda", "emulator")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_tiles_of_small_pages_use_large_clusters(dtype, head_dim):
+    """No TMA box fits into a page of three keys, so both warps copy rows."""
+    keys = {64: 2200, 128: 1190}[head_dim]
+    b = Built(case := Case(dtype, rows=(1,), keys=(keys,), group=4, head_dim=head_dim,
+                           head_dim_v=head_dim, page_size=3))  # fmt: skip
+    why = capi.plan(b.attention).why
+    if b"of table sm_90" in why and num_sms() * 3 >= 16 * 4:
+        assert b"paged form" in why and b"two warps per tile" in why, why
+    check(case, backward=False)
+    check_repeats(b)
+
+
+@pytest.mark.abi("cuda", "emulator")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("half", [False, True])
 def test_varlen_uses_clusters_of_four(half, seed):
