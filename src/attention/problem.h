@@ -206,6 +206,14 @@ TILEWISE_FN float v_descale(const Cached& c, int64_t batch, int64_t kv_head) {
   return c.v_descale[batch * c.v_descale_stride_batch + kv_head * c.v_descale_stride_head];
 }
 
+// The factor of the scores of float8 queries.
+TILEWISE_FN float score_descale(const Problem& p, int64_t batch, int64_t kv_head) {
+  const float of_keys = k_descale(p, batch, kv_head);
+  if (p.q_descale == nullptr) return of_keys;
+  return p.q_descale[batch * p.q_descale_stride_batch + kv_head * p.q_descale_stride_head] *
+         of_keys;
+}
+
 TILEWISE_FN Score score_of(const Problem& p, int64_t batch, int64_t kv_head) {
   Score score = score_of(p);
   score.scale *= k_descale(p, batch, kv_head);

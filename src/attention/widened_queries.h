@@ -1,6 +1,7 @@
 // Queries of float8_e4m3, as the kernels for 16-bit queries and float8 keys read them: a copy of q
 // in a 16-bit type, which holds every number of float8_e4m3, and q_descale times k_descale as the
-// factors of k. So no other kernel has to read float8 queries, and the copy rounds nothing.
+// factors of k. So only a kernel that gains by it has to read float8 queries, and the copy rounds
+// nothing.
 #pragma once
 
 #include "attention/problem.h"
@@ -11,8 +12,8 @@ namespace tilewise {
 
 class WidenedQueries {
  public:
-  // Whether a request has such queries. It is a forward: validation refuses the other passes.
-  static bool needed(const Request& request) { return request.dtypes.q == TILEWISE_FLOAT8_E4M3; }
+  // Whether a request has float8 queries. It is a forward: validation refuses the other passes.
+  static bool possible(const Request& request) { return request.dtypes.q == TILEWISE_FLOAT8_E4M3; }
 
   explicit WidenedQueries(const Problem& p) : p_(p) {}
 
@@ -53,11 +54,5 @@ class WidenedQueries {
 
   const Problem& p_;
 };
-
-// The factor of the scores of a sequence and a key/value head: q_descale times k_descale.
-TILEWISE_FN float score_descale(const Problem& p, int64_t batch, int64_t kv_head) {
-  return p.q_descale[batch * p.q_descale_stride_batch + kv_head * p.q_descale_stride_head] *
-         k_descale(p, batch, kv_head);
-}
 
 }  // namespace tilewise

@@ -57,6 +57,7 @@ struct Plan {
   int64_t grid = 0;                          // CTAs of the largest kernel
   bool dynamic_scheduling = false;           // TmaForwardParams::tile_counter
   int32_t rows_per_recompute = 0;  // per entry of TmaForwardParams::recompute_list; 0: no list
+  int64_t value_bytes = 0;         // of transposed values; 0: the kernel reads v
 
   // If this is false, the plan has kernels and a grid, but no workspace.
   bool can_be_launched() const { return grid <= kMaxBlocks; }

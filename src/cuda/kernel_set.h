@@ -29,6 +29,8 @@ struct FormKernels {
   Kernel<TmaForwardParams> tma_forward_warp_split = {};
   Kernel<ForwardParams> forward_warp_split = {};
   Kernel<TmaBackwardParams> tma_backward = {};
+  // Before `tma_forward` where values are float8.
+  Kernel<TransposeParams> transpose_values = {};
   Kernel<JvpParams> jvp = {};
   // Pass::second, as `prepare`, `backward` and `finish`. second_dbias is null if these take no
   // bias.
@@ -92,6 +94,9 @@ struct KernelSet {
   }
   bool reads_mask_backward() const {
     return masked.backward.function != nullptr || masked.tma_backward.function != nullptr;
+  }
+  bool has_plain_forward() const {
+    return plain.forward.function != nullptr || plain.tma_forward.function != nullptr;
   }
   bool has_forward() const { return forward_tile.rows > 0; }
   bool has_backward() const { return backward_tile.rows > 0; }

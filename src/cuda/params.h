@@ -222,6 +222,12 @@ struct TmaForwardParams : ForwardParams {
   int32_t* recompute_list = nullptr;  // [tiles, consumer warps] (wgmma/nan_recompute.h)
 };
 
+// The transposed values of float8 that the wgmma forward reads (wgmma/transposed_values.h).
+struct TransposeParams {
+  Problem problem;
+  uint8_t* to;
+};
+
 struct TmaBackwardParams : BackwardParams {
   TensorMap q;
   TensorMap dout;

@@ -97,6 +97,7 @@ struct ForwardWorkspace {
   Region table;           // TileOrder::table
   Region tile_counter;    // TmaForwardParams::tile_counter
   Region recompute_list;  // TmaForwardParams::recompute_list
+  Region values;          // TransposeParams::to
   Region flags;
   Region arrivals;  // ForwardParams::arrivals
   Region partial_out;

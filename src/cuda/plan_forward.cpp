@@ -297,6 +297,7 @@ ForwardWorkspace forward_workspace(const Problem& p, const Plan& plan) {
   if (plan.rows_per_recompute > 0)
     regions.recompute_list =
         workspace.take<int32_t>(plan.blocks * plan.tile_q / plan.rows_per_recompute);
+  regions.values = workspace.take<uint8_t>(plan.value_bytes);
   if (plan.nan_recompute != nullptr)
     regions.flags = workspace.take<uint8_t>(plan.blocks + (plan.chunks.any() ? plan.tiles : 0));
   if (plan.last_cta_combines) regions.arrivals = workspace.take<ChunkArrivals>(plan.tiles);

@@ -48,7 +48,7 @@ bool is_latent(const Problem& p, const KernelSet& kernel_set) {
 
 // Whether the request has an option of the general form.
 bool needs_general(const Request& request) {
-  return is_general(request.problem) || request.dtypes.out != request.dtypes.q;
+  return is_general(request.problem) || request.dtypes.out != request.dtypes.widened_q();
 }
 
 // Whether a kernel set has the kernels of a pass, and these fit the GPU's shared memory.
@@ -108,7 +108,8 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
   if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;
-    return kernel_set.dtype == TILEWISE_FLOAT8_E4M3 ? Form::general : Form::plain;
+    const bool general = kernel_set.dtype == TILEWISE_FLOAT8_E4M3 && !kernel_set.has_plain_forward();
+    return general ? Form::general : Form::plain;
   }
   const bool paged = !needs_general(p) && p.block_table != nullptr && rows_are_aligned(p);
   if (!paged) return Form::general;

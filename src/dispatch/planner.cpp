@@ -51,11 +51,12 @@ Decision plan_cpu(const Request& request, const Device& device) {
   return decision;
 }
 
-// Calls body(request) with the request that kernels serve: the given one or, with float8 queries,
-// one with widened queries in `memory`.
+// Calls body(request) with the request that the family of a decision serves: the given one or one
+// with widened queries in `memory`.
 template <class Body>
-auto with_widened_queries(const Request& request, void* memory, const Body& body) {
-  if (!WidenedQueries::needed(request)) return body(request);
+auto with_served(const Decision& decision, const Request& request, void* memory,
+                 const Body& body) {
+  if (!decision.widens_q) return body(request);
   const Problem wide = WidenedQueries(request.problem).problem(memory);
   return body(Request(wide));
 }
@@ -84,18 +85,24 @@ std::string explanation_of(const Decision& decision, const Request& request, con
 }  // namespace
 
 Decision plan(const Request& request, const Device& device) {
-  Decision decision = with_widened_queries(request, nullptr, [&](const Request& served) {
+  const auto plan_on_device = [&](const Request& served) {
     return device.kind == TILEWISE_CUDA ? plan_cuda(served, device) : plan_cpu(served, device);
-  });
-  if (WidenedQueries::needed(request)) decision.q_bytes = WidenedQueries(request.problem).bytes();
+  };
+  Decision decision = plan_on_device(request);
+  if (decision.family != nullptr || !WidenedQueries::possible(request)) return decision;
+  // No family that reads float8 queries serves the request.
+  const WidenedQueries widened(request.problem);
+  decision = plan_on_device(Request(widened.problem(nullptr)));
+  decision.widens_q = true;
+  decision.q_bytes = widened.bytes();
   return decision;
 }
 
 void launch(const Decision& decision, const Request& request, void* workspace,
             const Parallel& parallel) {
-  with_widened_queries(request, workspace, [&](const Request& served) {
+  with_served(decision, request, workspace, [&](const Request& served) {
     void* const rest = static_cast<char*>(workspace) + decision.q_bytes;
-    if (WidenedQueries::needed(request))
+    if (decision.widens_q)
       widen_queries(request.problem, served.problem, decision, parallel);
     if (decision.on_gpu()) {
       decision.cuda_row->launch(served, decision.cuda, rest);
@@ -107,13 +114,14 @@ void launch(const Decision& decision, const Request& request, void* workspace,
 
 std::string kernel_name(const Decision& decision, const Request& request) {
   if (decision.family == nullptr) return {};
-  return with_widened_queries(
-      request, nullptr, [&](const Request& served) { return kernel_name_of(decision, served); });
+  return with_served(decision, request, nullptr, [&](const Request& served) {
+    return kernel_name_of(decision, served);
+  });
 }
 
 std::string explain(const Decision& decision, const Request& request, const Device& device) {
-  return with_widened_queries(request, nullptr, [&](const Request& served) {
-    const bool widened = decision.family != nullptr && WidenedQueries::needed(request);
+  return with_served(decision, request, nullptr, [&](const Request& served) {
+    const bool widened = decision.family != nullptr && decision.widens_q;
     return (widened ? std::string("q of f8 is widened to ") + short_dtype(served.dtypes.q) + "; "
                     : std::string()) +
            explanation_of(decision, served, device);

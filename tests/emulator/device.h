@@ -104,6 +104,9 @@ void wgmma_wait_group(int pending);
 void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, bool trans_b,
            bool add);
 void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add);
+// Operands of float8_e4m3.
+void wgmma_float8(float* d, int n, uint64_t a, uint64_t b, bool add);
+void wgmma_float8(float* d, int n, const uint32_t (&a)[4], uint64_t b, bool add);
 
 // d, and a in tensor memory, are addresses in tensor memory. `kind` is the instruction descriptor.
 void tcgen05_alloc(uint32_t result, int columns);
@@ -123,6 +126,7 @@ uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
 // Needs sm_89.
 uint32_t cvt_f16x2_e4m3x2(uint16_t x);
+uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3);
 // Like .approx.ftz: subnormal arguments and results are 0. The last bits are those of the host.
 float ex2(float x);
 float lg2(float x);

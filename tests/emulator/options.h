@@ -17,7 +17,7 @@ struct Options {
   uint64_t seed = 1;             // TILEWISE_EMULATOR_SEED, for shuffled orders
   bool strict = false;           // TILEWISE_EMULATOR_STRICT=0|1
   bool check_races = true;       // TILEWISE_EMULATOR_RACES=0|1
-  bool truncate_sums = false;    // TILEWISE_EMULATOR_SUMS=rounded|truncated, of tf32 products
+  bool truncate_sums = false;    // TILEWISE_EMULATOR_SUMS=rounded|truncated, of tf32 and float8
   bool count_banks = false;      // TILEWISE_EMULATOR_BANKS=0|1
   bool report = false;           // TILEWISE_EMULATOR_REPORT=1: statistics of every launch to stderr
 };

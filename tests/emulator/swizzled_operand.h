@@ -1,8 +1,10 @@
 // Operands of wgmma and tcgen05.mma in shared memory: panels with the 128-byte swizzle.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
+#include "base/float8.h"
 #include "base/half.h"
 #include "emulator/device.h"
 
@@ -11,7 +13,7 @@ namespace tilewise::cuda::emulator {
 // The fields of a matrix descriptor that wgmma and tcgen05 have in common. PTX ISA 9.7.15.5.1.2
 // and 9.7.16.4.1.
 struct SwizzledOperand {
-  static constexpr int kDepth = 16;  // k of a product
+  static constexpr int kDepth = 16;  // k of a product of 16-bit elements
   static constexpr int kChunkBytes = 16;
   static constexpr int kChunkElements = 8;
 
@@ -76,6 +78,20 @@ inline void unpack(const uint16_t* bits, int count, bool bf16, float* values) {
     for (int i = 0; i < count; ++i) values[i] = float_of(uint32_t{bits[i]} << 16);
   } else {
     for (int i = 0; i < count; ++i) values[i] = half_bits_to_float(bits[i]);
+  }
+}
+
+// Each of `count` units of 16 bits holds two numbers of float8_e4m3.
+inline void unpack_float8(const uint16_t* bits, int count, float* values) {
+  static const auto kMeaning = [] {
+    std::array<float, 256> meaning{};
+    for (size_t i = 0; i < meaning.size(); ++i)
+      meaning[i] = to_float(Float8{static_cast<uint8_t>(i)});
+    return meaning;
+  }();
+  for (int i = 0; i < count; ++i) {
+    values[2 * i] = kMeaning[bits[i] & 0xffu];
+    values[2 * i + 1] = kMeaning[bits[i] >> 8];
   }
 }
 

@@ -38,6 +38,7 @@ struct Matrix {
                             .stride_row = columns,
                             .stride_head = 0,
                             .stride_batch = 0,
+                            .element_bytes = sizeof(T),
                             .dtype = 0,
                             .box_rows = box_rows});
     return map;

@@ -36,24 +36,36 @@ void for_each_chunk(const Operands& o, Visit visit) {
   operand(o.b).for_each_chunk(o.trans_b, 0, o.n, visit);
 }
 
+void unpack(const uint16_t* bits, int count, OperandType type, float* values) {
+  if (type == OperandType::float8)
+    unpack_float8(bits, count, values);
+  else
+    emulator::unpack(bits, count, type == OperandType::bf16, values);
+}
+
 // An operand converted to floats, [k][row].
 struct Matrix {
-  uint64_t descriptor = 0;
-  int rows = 0;
-  bool trans = false;
-  bool bf16 = false;
+  Operands operands{};
   uint16_t bits[Products::kMaxColumns * Products::kDepth];
-  alignas(64) float values[Products::kDepth][Products::kMaxColumns];
+  alignas(64) float values[Products::kMaxDepth][Products::kMaxColumns];
+
+  // Whether its bits are read by the descriptor and in the type of operand b of `o`.
+  bool is_b_of(const Operands& o) const {
+    return operands.b == o.b && operands.n == o.n && operands.trans_b == o.trans_b &&
+           operands.type == o.type;
+  }
 };
 
 void decode(Matrix& m) {
-  float line[Products::kDepth * Products::kMaxColumns];
-  unpack(m.bits, m.rows * Products::kDepth, m.bf16, line);
-  for (int k = 0; k < Products::kDepth; ++k) {
-    if (m.trans) {
-      std::copy_n(line + k * m.rows, m.rows, m.values[k]);
+  float line[Products::kMaxDepth * Products::kMaxColumns];
+  const int rows = m.operands.n;
+  const int depth = m.operands.depth();
+  unpack(m.bits, rows * Products::kDepth, m.operands.type, line);
+  for (int k = 0; k < depth; ++k) {
+    if (m.operands.trans_b) {
+      std::copy_n(line + k * rows, rows, m.values[k]);
     } else {
-      for (int row = 0; row < m.rows; ++row) m.values[k][row] = line[row * Products::kDepth + k];
+      for (int row = 0; row < rows; ++row) m.values[k][row] = line[row * depth + k];
     }
   }
 }
@@ -71,30 +83,26 @@ const Matrix& matrix_b(const Operands& o) {
     std::memcpy(bits + row * line + chunk * kChunkElements, shared.at(address), kChunkBytes);
   });
   const size_t bytes = static_cast<size_t>(o.n) * Products::kDepth * sizeof(uint16_t);
-  const bool same = m.descriptor == o.b && m.rows == o.n && m.trans == o.trans_b &&
-                    m.bf16 == o.bf16 && std::memcmp(m.bits, bits, bytes) == 0;
-  if (same) return m;
-  m.descriptor = o.b;
-  m.rows = o.n;
-  m.trans = o.trans_b;
-  m.bf16 = o.bf16;
+  if (m.is_b_of(o) && std::memcmp(m.bits, bits, bytes) == 0) return m;
+  m.operands = o;
   std::memcpy(m.bits, bits, bytes);
   decode(m);
   return m;
 }
 
-using RowsOfA = float[Products::kRows][Products::kDepth];
+using RowsOfA = float[Products::kRows][Products::kMaxDepth];
 
 void shared_a(const Operands& o, RowsOfA& a) {
   const SharedMemory& shared = block().shared();
   operand(o.a).for_each_chunk(o.trans_a, warp_of_group() * Products::kRows, Products::kRows,
                               [&](uint32_t address, int line, int chunk) {
+                                const int count = kChunkElements * o.depth() / Products::kDepth;
                                 uint16_t bits[kChunkElements];
-                                float values[kChunkElements];
+                                float values[2 * kChunkElements];
                                 std::memcpy(bits, shared.at(address), kChunkBytes);
-                                unpack(bits, kChunkElements, o.bf16, values);
-                                for (int i = 0; i < kChunkElements; ++i) {
-                                  const int other = chunk * kChunkElements + i;
+                                unpack(bits, kChunkElements, o.type, values);
+                                for (int i = 0; i < count; ++i) {
+                                  const int other = chunk * count + i;
                                   (o.trans_a ? a[other][line] : a[line][other]) = values[i];
                                 }
                               });
@@ -109,22 +117,31 @@ void shared_a(const Operands& o, RowsOfA& a) {
 constexpr int kWidth = 8;  // floats per vector
 using Vector = float __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
 
-// sums[i][j] += a[i][k] * b[k][j], one k after another; the products are exact.
+// sums[i][j] += a[i][k] * b[k][j], one k below `depth` after another; the products are exact.
 TILEWISE_EMULATOR_CLONES
 void multiply(float (&sums)[Products::kRows][Products::kMaxColumns], const RowsOfA& a,
-              const float (&b)[Products::kDepth][Products::kMaxColumns], int columns) {
+              const float (&b)[Products::kMaxDepth][Products::kMaxColumns], int columns,
+              int depth) {
   constexpr int kRowsAtOnce = 4;
   for (int i = 0; i < Products::kRows; i += kRowsAtOnce) {
     for (int j = 0; j < columns; j += kWidth) {
       Vector s[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; ++r) std::memcpy(&s[r], &sums[i + r][j], sizeof(Vector));
-      for (int k = 0; k < Products::kDepth; ++k) {
+      for (int k = 0; k < depth; ++k) {
         Vector x;
         std::memcpy(&x, &b[k][j], sizeof(Vector));
         for (int r = 0; r < kRowsAtOnce; ++r) s[r] += a[i + r][k] * x;
       }
       for (int r = 0; r < kRowsAtOnce; ++r) std::memcpy(&sums[i + r][j], &s[r], sizeof(Vector));
     }
+  }
+}
+
+// Sums of float8 products keep some 14 bits: those below are truncated.
+void truncate(float (&sums)[Products::kRows][Products::kMaxColumns], int columns) {
+  constexpr uint32_t kKept = ~((1u << 10) - 1);
+  for (auto& row : sums) {
+    for (int j = 0; j < columns; ++j) row[j] = float_of(bits_of(row[j]) & kKept);
   }
 }
 
@@ -258,9 +275,9 @@ void Products::execute(Product& product) {
   const Operands& o = product.operands;
   RowsOfA a;
   if (o.a_in_registers) {
-    uint16_t bits[kRows * kDepth];
+    uint16_t bits[kRows][kDepth];
     std::memcpy(bits, product.a, sizeof(bits));
-    unpack(bits, kRows * kDepth, o.bf16, a[0]);
+    for (int row = 0; row < kRows; ++row) unpack(bits[row], kDepth, o.type, a[row]);
   } else {
     shared_a(o, a);
   }
@@ -268,7 +285,8 @@ void Products::execute(Product& product) {
   if (!o.add) {
     for (auto& row : sums.sums) std::fill_n(row, o.n, 0.0f);
   }
-  multiply(sums.sums, a, matrix_b(o).values, o.n);
+  multiply(sums.sums, a, matrix_b(o).values, o.n, o.depth());
+  if (o.type == OperandType::float8 && block().options().truncate_sums) truncate(sums.sums, o.n);
   product.done = true;
   ++block().counts().warpgroup_products;
 }
@@ -331,11 +349,21 @@ void wgmma_wait_group(int pending) {
 
 void wgmma(float* d, int n, bool bf16, uint64_t a, uint64_t b, bool trans_a, bool trans_b,
            bool add) {
-  block().products().issue(d, {n, bf16, false, trans_a, trans_b, add, a, b}, nullptr);
+  const OperandType type = bf16 ? OperandType::bf16 : OperandType::f16;
+  block().products().issue(d, {n, type, false, trans_a, trans_b, add, a, b}, nullptr);
 }
 
 void wgmma(float* d, int n, bool bf16, const uint32_t (&a)[4], uint64_t b, bool trans_b, bool add) {
-  block().products().issue(d, {n, bf16, true, false, trans_b, add, 0, b}, a);
+  const OperandType type = bf16 ? OperandType::bf16 : OperandType::f16;
+  block().products().issue(d, {n, type, true, false, trans_b, add, 0, b}, a);
+}
+
+void wgmma_float8(float* d, int n, uint64_t a, uint64_t b, bool add) {
+  block().products().issue(d, {n, OperandType::float8, false, false, false, add, a, b}, nullptr);
+}
+
+void wgmma_float8(float* d, int n, const uint32_t (&a)[4], uint64_t b, bool add) {
+  block().products().issue(d, {n, OperandType::float8, true, false, false, add, 0, b}, a);
 }
 
 }  // namespace tilewise::cuda::emulator

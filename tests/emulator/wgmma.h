@@ -12,9 +12,12 @@
 
 namespace tilewise::cuda::emulator {
 
+enum class OperandType { f16, bf16, float8 };
+
+// The k of a product is `kDepth` units of 16 bits, of which each holds two numbers of float8.
 struct Operands {
   int n;
-  bool bf16;
+  OperandType type;
   bool a_in_registers;
   bool trans_a;
   bool trans_b;
@@ -23,6 +26,7 @@ struct Operands {
   uint64_t b;
 
   bool operator==(const Operands&) const = default;
+  int depth() const { return SwizzledOperand::kDepth * (type == OperandType::float8 ? 2 : 1); }
 };
 
 // The products of a warp.
@@ -30,6 +34,7 @@ class Products {
  public:
   static constexpr int kRows = 16;
   static constexpr int kDepth = SwizzledOperand::kDepth;
+  static constexpr int kMaxDepth = 2 * kDepth;
   static constexpr int kMaxColumns = 256;
 
   void start();
@@ -60,7 +65,7 @@ class Products {
     Accumulator* accumulator;
     uint32_t lanes = 0;  // the lanes that have issued it
     bool done = false;
-    uint32_t a[kRows][kDepth / 2];  // pairs of elements, if the operand is in registers
+    uint32_t a[kRows][kDepth / 2];  // pairs of units, if the operand is in registers
   };
 
   struct Lane {

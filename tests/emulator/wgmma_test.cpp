@@ -1,6 +1,7 @@
 // Products of warpgroups, fed by TMA, compared with plain loops; and the faults that are detected.
 #include <vector>
 
+#include "base/float8.h"
 #include "base/half.h"
 #include "cuda/ptx/block.h"
 #include "cuda/ptx/bulk_copy.h"
@@ -9,6 +10,7 @@
 #include "cuda/ptx/warp.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/ptx/wgmma_float8.h"
 #include "cuda/tile/swizzled.h"
 #include "emulator/test_matrix.h"
 #include "emulator/test_support.h"
@@ -17,13 +19,38 @@ namespace tilewise::cuda::emulator {
 namespace {
 
 constexpr int kM = 128;  // two warpgroups
+// k, and k per stage of the ring, in units of 16 bits.
 constexpr int kK = 192;
-constexpr int kStep = 64;  // k per stage of the ring
+constexpr int kStep = 64;
 constexpr int kStages = 2;
 constexpr int kMathThreads = 256;
 
 template <class T>
 constexpr ptx::Half16 kHalf = std::is_same_v<T, BFloat16> ? ptx::Half16::bf16 : ptx::Half16::f16;
+
+template <class T, int kN>
+struct ProductOf : ptx::Wgmma<kN, kHalf<T>> {};
+template <int kN>
+struct ProductOf<Float8, kN> {
+  template <bool kTransA, bool kTransB, class... Operands>
+  static void start(float (&d)[kN / 2], const Operands&... operands) {
+    static_assert(!kTransA && !kTransB);
+    ptx::WgmmaFloat8<kN>::start(d, operands...);
+  }
+  template <bool kTransA, bool kTransB, class... Operands>
+  static void add(float (&d)[kN / 2], const Operands&... operands) {
+    static_assert(!kTransA && !kTransB);
+    ptx::WgmmaFloat8<kN>::add(d, operands...);
+  }
+  template <bool kTransB>
+  static void start(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
+    start<false, kTransB, uint32_t[4], uint64_t>(d, a, b);
+  }
+  template <bool kTransB>
+  static void add(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
+    add<false, kTransB, uint32_t[4], uint64_t>(d, a, b);
+  }
+};
 
 // d [kM, kN] = a b. Transposed operands have m or n contiguous in memory.
 template <class T, int kN, bool kTransA, bool kTransB, bool kARegisters>
@@ -33,7 +60,8 @@ struct Gemm {
   using Tile = tile::SwizzledTile<kTrans ? kStep : kRows, kTrans ? kRows : kStep>;
   using A = Tile<kM, kTransA>;
   using B = Tile<kN, kTransB>;
-  using Product = ptx::Wgmma<kN, kHalf<T>>;
+  using Product = ProductOf<T, kN>;
+  static constexpr int kStepElements = kStep * 2 / static_cast<int>(sizeof(T));
   static constexpr int kSharedBytes = kStages * (A::kBytes + B::kBytes) + 2 * kStages * 8;
 
   const TensorMap& map_a;
@@ -56,8 +84,8 @@ struct Gemm {
       const int stage = step % kStages;
       if (step >= kStages) ptx::mbarrier_wait_parity(empty(stage), (step / kStages - 1) & 1);
       ptx::mbarrier_arrive_expect_tx(full(stage), A::kBytes + B::kBytes);
-      load_panels(tile_a(stage), map_a, kTransA, step * kStep, full(stage));
-      load_panels(tile_b(stage), map_b, kTransB, step * kStep, full(stage));
+      load_panels(tile_a(stage), map_a, kTransA, step * kStepElements, full(stage));
+      load_panels(tile_b(stage), map_b, kTransB, step * kStepElements, full(stage));
     }
   }
 
@@ -126,8 +154,9 @@ struct Gemm {
 template <class T, int kN, bool kTransA, bool kTransB, bool kARegisters>
 void check_gemm() {
   using Kernel = Gemm<T, kN, kTransA, kTransB, kARegisters>;
-  const Matrix<T> a(kTransA ? kK : kM, kTransA ? kM : kK, 1);
-  const Matrix<T> b(kTransB ? kK : kN, kTransB ? kN : kK, 2);
+  constexpr int kDepth = kK * 2 / static_cast<int>(sizeof(T));
+  const Matrix<T> a(kTransA ? kDepth : kM, kTransA ? kM : kDepth, 1);
+  const Matrix<T> b(kTransB ? kDepth : kN, kTransB ? kN : kDepth, 2);
   const TensorMap map_a = a.map(kTransA ? kStep : kM);
   const TensorMap map_b = b.map(kTransB ? kStep : kN);
   check_products(a, kTransA, b, kTransB, [&](std::vector<float>& d) {
@@ -153,6 +182,13 @@ TEST(Wgmma, Columns96) { check_all_forms<Half, 96>(); }
 TEST(Wgmma, Columns128) { check_all_forms<BFloat16, 128>(); }
 TEST(Wgmma, Columns192) { check_all_forms<Half, 192>(); }
 TEST(Wgmma, Columns256) { check_all_forms<BFloat16, 256>(); }
+
+TEST(Wgmma, Float8) {
+  check_gemm<Float8, 64, false, false, false>();
+  check_gemm<Float8, 64, false, false, true>();
+  check_gemm<Float8, 128, false, false, false>();
+  check_gemm<Float8, 128, false, false, true>();
+}
 
 // --- detected faults -----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/arch/tiles.h"
+#include "cuda/form.h"
 
 namespace tilewise::cuda::arch {
 
@@ -81,6 +82,19 @@ struct Sm90a {
             .stages = 2,
             .q_buffers = 1,
             .ping_pong = false,
+            .overlap_tiles = false,
+            .consumer_registers = 232,
+            .producer_registers = 40,
+            .option_loops = false};
+  }
+  // The tile for float8. It has one form and one size, to keep the library small.
+  static constexpr WgmmaForwardTile float8_forward(int head_dim, Form form, TileSize size) {
+    if (form != Form::plain || size == TileSize::small || head_dim > 128) return {};
+    return {.consumer_warpgroups = 2,
+            .keys = 128,
+            .stages = 4,
+            .q_buffers = 2,
+            .ping_pong = true,
             .overlap_tiles = false,
             .consumer_registers = 232,
             .producer_registers = 40,

@@ -22,6 +22,11 @@ template <bool kUpperHalf>
 TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {
   return emulator::cvt_f16x2_e4m3x2(static_cast<uint16_t>(kUpperHalf ? x >> 16 : x));
 }
+// cvt.rn.satfinite.e4m3x2.f32, twice: four floats rounded to nearest even, x0 in the lowest byte.
+// Magnitudes above 448 become 448; NaN stays NaN.
+TILEWISE_DEVICE uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
+  return emulator::cvt_e4m3x4(x0, x1, x2, x3);
+}
 // cvt.f32.f16 of the low half.
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {
   return to_float(Half{static_cast<uint16_t>(x & 0xffffu)});
@@ -104,6 +109,14 @@ TILEWISE_DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t x) {  // sm_89; choosing a ha
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(x));
   else
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l; }" : "=r"(r) : "r"(x));
+  return r;
+}
+TILEWISE_DEVICE uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {  // sm_89
+  uint32_t r;
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+      : "=r"(r)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return r;
 }
 TILEWISE_DEVICE float cvt_f32_f16(uint32_t x) {

@@ -96,6 +96,30 @@ class Float8B {
   Offsets offsets_;
 };
 
+// --- float8 operands of wgmma -------------------------------------------------------------------
+
+// A lane holds weights of columns 2t and 2t + 1 of each 8 keys, but operand A gives it the columns
+// 4t to 4t + 3 and 16 + 4t to 19 + 4t of a step of 32. The sum over keys may have any order, so the
+// weights stay in their lanes, and the values are stored in this order instead: column k of a step
+// is this key of the step's 32.
+TILEWISE_DEVICE constexpr int key_of_weight(int k) {
+  const int t = k % 16 / 4;
+  const int group = k / 16 * 2 + k % 4 / 2;  // of 8 keys
+  return 8 * group + 2 * t + k % 2;
+}
+
+// Step `step` of 32 keys of a row's weights, rounded, as operand A.
+template <int kColumns>
+TILEWISE_DEVICE void float8_operand_of(uint32_t (&a)[4], const float (&row)[kColumns][4],
+                                       int step) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const x = &row[4 * step + i / 2 * 2][i % 2 * 2];
+    const float* const next = &row[4 * step + i / 2 * 2 + 1][i % 2 * 2];
+    a[i] = ptx::cvt_e4m3x4(x[0], x[1], next[0], next[1]);
+  }
+}
+
 // Brings sums over the values that Float8B loads into the column order of FourColumns. This only
 // renames a lane's registers.
 template <int kRows, int kColumns>

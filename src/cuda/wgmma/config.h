@@ -1,6 +1,8 @@
 // One instance of the wgmma kernels: element type, head dims, form and tile size.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/arch/hopper.h"
 #include "cuda/element.h"
 #include "cuda/form.h"
@@ -21,19 +23,26 @@ struct Config {
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kMasked = kForm_ == Form::masked;
+  static constexpr bool kFloat8 = Element::kDtype == TILEWISE_FLOAT8_E4M3;
+  // An element of out where q has 16 bits. Where q has 8, out is BF16 or F16: the kernel learns which
+  // at run time.
+  using Out = std::conditional_t<kFloat8, BF16, Element>;
   static constexpr arch::WgmmaBackwardTile kBackward =
-      kMasked    ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
+      kFloat8    ? arch::WgmmaBackwardTile{}
+      : kMasked    ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
       : kGeneral ? Arch::general_backward(max(kHeadDim, kHeadDimV), kTileSize_)
                  : Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
   static constexpr arch::WgmmaForwardTile kForward =
-      kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
-              : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
+      kFloat8   ? Arch::float8_forward(max(kHeadDim, kHeadDimV), kForm_, kTileSize_)
+      : kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
+                : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
   static constexpr ptx::Half16 kHalf =
       Element::kDtype == TILEWISE_BFLOAT16 ? ptx::Half16::bf16 : ptx::Half16::f16;
 };
 
 // The kernels:
 //   forward.cuh            forward<Config>(TmaForwardParams)
+//   transpose_values.cuh   transpose_values<Config>(TransposeParams), before a forward of float8
 //   backward_prepare.cuh   backward_prepare<Config>(BackwardParams)
 //   backward_main.cuh      backward<Config>(TmaBackwardParams)
 //   backward_finish.cuh    backward_finish<Config>(BackwardParams)

@@ -8,6 +8,7 @@
 #include "cuda/plan_shape.h"
 #include "cuda/wgmma/instances.h"
 #include "cuda/wgmma/plan.h"
+#include "cuda/wgmma/transposed_values.h"
 
 namespace tilewise::cuda::wgmma {
 namespace {
@@ -45,6 +46,21 @@ WhyNot why_no_masked_form(const Request& request, const Gpu& gpu) {
   return {};
 }
 
+// Why the form for float8 does not serve a request with float8 keys.
+WhyNot why_no_float8(const Request& request, const Gpu& gpu) {
+  const Problem& p = request.problem;
+  if (request.dtypes.q != TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
+  if (max(p.head_dim, p.head_dim_v) > kFloat8HeadDims.back())
+    return {.text = "its tiles of float8 have head dims up to 128"};
+  if (p.mask != nullptr || is_general(p) || p.block_table != nullptr ||
+      request.dtypes.out == TILEWISE_FLOAT32)
+    return {.text = "for float8 it has no score option, mask, pages or out in float32"};
+  if (packs_or_splits(p, gpu))
+    return {.text = "needs more rows in float8: it then neither packs heads nor splits keys",
+            .would_be_faster = false};
+  return {};
+}
+
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   const bool forward = request.is(Pass::forward);
@@ -55,7 +71,9 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (forward && has_few_rows(p))
     return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
   if (gpu.table != 0) return {.text = "a tile table is forced"};  // of another family
-  if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
+  if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3) {
+    if (const WhyNot why = why_no_float8(request, gpu)) return why;
+  }
   if (forward && p.batch_invariant != 0)
     return {.text = "batch_invariant needs one kernel for all lengths"};
   if (!rows_are_aligned(request))
@@ -112,9 +130,20 @@ Plan plan(const Request& request, const Target& target) {
   return plan_backward(request, *kernel_set, target.gpu, nan_recompute);
 }
 
-// Launches a persistent kernel: one CTA per SM, which computes many tiles.
+// Launches the kernel that transposes values of float8 to `to`, and returns their map.
+TensorMap transposed_values(const Problem& p, const Plan& plan, uint8_t* to) {
+  const TransposedValues values{p};
+  cuda::launch(plan.kernel_set->plain.transpose_values,
+               values.batches() * values.tiles() * p.heads_kv, p.stream,
+               TransposeParams{.problem = p, .to = to});
+  return map_of_transposed_values(p, to, values.batches(), values.columns(),
+                                  plan.kernel_set->head_dim_v);
+}
+
+// Launches a persistent kernel: one CTA per SM, which computes many tiles. `transposed`: memory for
+// values of float8, or null.
 void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& main,
-                       int32_t* counter, int32_t* recompute_list) {
+                       int32_t* counter, int32_t* recompute_list, uint8_t* transposed) {
   constexpr int32_t kRowsOfWarpgroup = 64;
   TmaForwardParams params;
   static_cast<ForwardParams&>(params) = main;
@@ -126,14 +155,18 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
   const auto map = p.block_table != nullptr ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
   params.v = map(p, p.v, p.head_dim_v, box_rows);
+  Start start = counter != nullptr ? Start::dependent : Start::in_order;
+  if (transposed != nullptr) {
+    params.v = transposed_values(p, plan, transposed);
+    start = Start::dependent;
+  }
   params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
   params.tile_counter = counter;
   params.recompute_list = recompute_list;
   params.nan_may_leak = nan_may_leak(p);
   const int64_t sms = gpu(p.device_index).sm_count;
   const int64_t grid = plan.stream_k.any() ? sms : min(plan.blocks, sms);
-  cuda::launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
-               counter != nullptr ? Start::dependent : Start::in_order);
+  cuda::launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params, start);
 }
 
 // Launches a kernel for tile descriptors and row statistics, and one for dK, dV and the dQ sums.
@@ -159,7 +192,8 @@ void launch_keys(const Problem& p, const Plan& plan, const BackwardParams& main)
 void launch_forward(const Problem& p, const Plan& plan, void* workspace) {
   ForwardLaunch forward(p, plan, workspace);
   launch_persistent(p, plan, forward.params, forward.regions.tile_counter.in<int32_t>(workspace),
-                    forward.regions.recompute_list.in<int32_t>(workspace));
+                    forward.regions.recompute_list.in<int32_t>(workspace),
+                    forward.regions.values.in<uint8_t>(workspace));
   forward.finish();
 }
 
@@ -185,7 +219,7 @@ void launch_backward(const Request& request, const Plan& plan, void* workspace) 
 constexpr FamilyRow kFamily = {
     .facts = {.name = "cuda.wgmma",
               .requires_ = "Hopper, sm_90",
-              .dtypes = kHalfDtypes,
+              .dtypes = DtypeSet::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16, TILEWISE_FLOAT8_E4M3),
               .passes = PassSet::of(Pass::forward, Pass::backward),
               .max_head_dim = kHeadDims.back().qk},
     .sm = {.first = 90, .last = 90},

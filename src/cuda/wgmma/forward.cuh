@@ -31,6 +31,7 @@
 
 #include "cuda/common/trigger_dependents.h"
 #include "cuda/wgmma/forward_consumer.h"
+#include "cuda/wgmma/forward_float8_consumer.h"
 #include "cuda/wgmma/forward_mask.h"
 #include "cuda/wgmma/forward_producer.h"
 #include "cuda/wgmma/forward_scheduler.h"
@@ -49,7 +50,9 @@ struct ForwardConsumerRole {
 
   template <Option kOption>
   TILEWISE_DEVICE void run() const {
-    recompute_head = ForwardConsumer<C, kOption>(p, shared, warpgroup).run();
+    using Consumer =
+        std::conditional_t<C::kFloat8, Float8Consumer<C>, ForwardConsumer<C, kOption>>;
+    recompute_head = Consumer(p, shared, warpgroup).run();
   }
 };
 

@@ -2,12 +2,10 @@
 #pragma once
 
 #include "cuda/ptx/wgmma.h"
+#include "cuda/wgmma/forward_epilogue.h"
 #include "cuda/wgmma/forward_mask.h"
 #include "cuda/wgmma/forward_ping_pong.h"
 #include "cuda/wgmma/forward_score_mod.h"
-#include "cuda/wgmma/forward_softmax.h"
-#include "cuda/wgmma/forward_store.h"
-#include "cuda/wgmma/nan_recompute.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -64,7 +62,7 @@ class ForwardConsumer {
       stage = next_tile();
       overlapped = kTile.overlap_tiles && keys && tiles_.kind == TileKind::keys &&
                    tiles_.skip_before == 0 && skip_after == 0;
-      EpilogueState epilogue;
+      EpilogueState<C> epilogue;
       if (overlapped) {
         overlap_next_tile(stage, done, epilogue);
       } else if (keys) {
@@ -84,13 +82,6 @@ class ForwardConsumer {
   }
 
  private:
-  // State of a finished tile that does not depend on its last PV product.
-  struct EpilogueState {
-    float l[1][2];  // summed over all lanes of a row
-    RowResults<1> rows;
-    OutRows<C> out;
-  };
-
   // --- the work tile ---
 
   // Waits for the next work tile, copies its key tiles to `tiles_` and returns its stage.
@@ -381,7 +372,7 @@ class ForwardConsumer {
 
   // The first S of the next work tile is issued beside the last PV product of this one: the tensor
   // cores stay busy while the results are stored (D128: +5 % at 1k, +3 % at 4k).
-  TILEWISE_DEVICE void overlap_next_tile(int stage, int done, EpilogueState& epilogue) {
+  TILEWISE_DEVICE void overlap_next_tile(int stage, int done, EpilogueState<C>& epilogue) {
     wait_for_queries();
     issue_both();
     begin_score_mod(stage);
@@ -412,69 +403,26 @@ class ForwardConsumer {
   TILEWISE_DEVICE void wait_for_queries() {
     shared_.q_full(q_state_.stage()).wait(q_state_.phase());
     if (!negative_) return;
-    negate(shared_.q(q_state_.stage(), warpgroup_), thread() % ptx::kWarpgroupSize);
+    negate<Element>(shared_.q(q_state_.stage(), warpgroup_), thread() % ptx::kWarpgroupSize);
     ptx::fence_proxy_async();
     ptx::bar_sync(PingPong<C>::kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
   }
 
   // --- the epilogue ---
 
-  // The part of the epilogue that runs while the last PV product of the tile is in flight.
-  TILEWISE_DEVICE EpilogueState begin_epilogue(int stage) const {
-    const WorkTile& work_tile = shared_.work_tile(stage);
-    const LanePosition at = position();
-    EpilogueState epilogue;
-    epilogue.l[0][0] = softmax_.l[0][0];
-    epilogue.l[0][1] = softmax_.l[0][1];
-    epilogue.rows = finish_rows<Element, !kBounded>(p_, work_tile, at, softmax_.m, epilogue.l,
-                                                    score_mod_.dropout_scale(),
-                                                    [&] { return score_mod_.unit(); });
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (kBounded ? epilogue.l[0][h] > kOverflow
-                   : needs_recompute<kKeys, kClampExponents>(p_.problem, work_tile, at.row(0, h),
-                                                             softmax_.m[0][h], epilogue.l[0][h])) {
-        // Marks a row that has to be recomputed: by this CTA, or by the combine kernel if the
-        // results are partial.
-        epilogue.l[0][h] = -kMinusInfinity;
-        epilogue.rows.factor[0][h] = epilogue.rows.lse[0][h] = common::recompute_marker();
-      }
-    }
-    if (!work_tile.sequence.fits) [[unlikely]]
-      epilogue.rows.set_to_nan();
-    epilogue.out = OutRows<C>::of(p_.problem, work_tile, at.row0);
-    if (work_tile.splits == 1) store_row_sums<C>(p_.problem, work_tile, at, epilogue.rows);
-    return epilogue;
+  TILEWISE_DEVICE EpilogueState<C> begin_epilogue(int stage) const {
+    return wgmma::begin_epilogue<C>(p_, shared_.work_tile(stage), position(), softmax_,
+                                    score_mod_.dropout_scale(), [&] { return score_mod_.unit(); });
   }
 
-  TILEWISE_DEVICE void store_tile(int stage, const EpilogueState& epilogue) {
-    const WorkTile& work_tile = shared_.work_tile(stage);
-    const LanePosition at = position();
-    const bool grown = ptx::fmax(epilogue.l[0][0], epilogue.l[0][1]) > RowMath::kRescaleThreshold;
-    const bool recomputes = C::kGeneral || work_tile.splits == 1;
-    if (recomputes && (p_.nan_may_leak || ptx::any(grown)) &&
-        ptx::any(!outputs_are_finite(work_tile, at, o_, epilogue.l)) && work_tile.sequence.fits)
-        [[unlikely]]
-      NanRecompute<C>::add_to_list(p_, thread() / ptx::kWarpSize, work_tile.index, recompute_head_);
-    if (work_tile.splits > 1) [[unlikely]] {
-      if constexpr (C::kGeneral)
-        store_partial(p_, work_tile, at, o_, epilogue.rows);
-      else
-        store_partial_tile<C>(p_, work_tile, at, o_, epilogue.rows);
-    } else if (C::kGeneral && widens_out<typename Element::Storage>(p_.problem)) {
-      store_wide_outputs<true>(p_.problem, work_tile, at, o_, epilogue.rows);
-    } else {
-      store_outputs<C>(p_.problem, work_tile, at, o_, epilogue.rows, epilogue.out);
-    }
+  TILEWISE_DEVICE void store_tile(int stage, const EpilogueState<C>& epilogue) {
+    wgmma::store_tile<C, RowMath>(p_, shared_.work_tile(stage), position(), o_, epilogue,
+                                  recompute_head_);
     ptx::sync_warp();
     release(shared_.tile_empty(stage));
   }
 
-  // Computed at each use, because registers are needed for accumulators.
-  TILEWISE_DEVICE static int thread() {
-    return static_cast<int>(ptx::opaque(static_cast<uint32_t>(ptx::thread_index()))) -
-           ptx::kWarpgroupSize;
-  }
+  TILEWISE_DEVICE static int thread() { return consumer_thread(); }
   TILEWISE_DEVICE static LanePosition position() { return LanePosition::of(thread(), 16); }
 
   const TmaForwardParams& p_;

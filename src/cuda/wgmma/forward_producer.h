@@ -6,6 +6,7 @@
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/shared.h"
 #include "cuda/wgmma/forward_mask.h"
+#include "cuda/wgmma/transposed_values.h"
 
 namespace tilewise::cuda::wgmma {
 
@@ -114,6 +115,12 @@ class ForwardProducer {
 
   static constexpr int32_t kNone = -1;
 
+  // Where key 0 lies in the transposed values.
+  struct TransposedPlace {
+    int32_t column;
+    int32_t batch_index;
+  };
+
   // Coordinates of the K and V loads of a work tile. They are kept in registers so that an empty
   // stage is refilled at once; looking them up only then made D128 7 % slower at 4k keys.
   struct KvCoordinates {
@@ -127,7 +134,15 @@ class ForwardProducer {
     // load waits for the block table.
     int32_t page;
     int32_t next_page;
+    TransposedPlace values{};  // of float8
   };
+
+  TILEWISE_DEVICE TransposedPlace transposed_place(const WorkTile& work_tile) const {
+    const TransposedValues values{p_.problem};
+    const int64_t b = work_tile.sequence.batch;
+    return {static_cast<int32_t>(values.first_tile(b) * TransposedValues::kTile),
+            values.packed() ? 0 : static_cast<int32_t>(b)};
+  }
 
   // The last tile of a sequence may have rows past its end, which belong to another sequence. A
   // masked key has weight 0, but 0 times a NaN in its V row is NaN, so those rows of V have to be
@@ -137,6 +152,16 @@ class ForwardProducer {
     const bool paged = C::kGeneral && kv.pages != nullptr;
     const bool ends_tensor = !paged && kv.first + work_tile.tiles.keys == p_.problem.seqlen_k;
     const int32_t last = work_tile.tiles.last;
+    if constexpr (C::kFloat8)  // transposed values are 0 past the end
+      return {stage,
+              work_tile.tiles.first,
+              static_cast<int32_t>(kv.first),
+              p_.group.quotient(work_tile.rows.first_head),
+              static_cast<int32_t>(kv.batch_index),
+              INT32_MAX,
+              kOutOfBounds,
+              kOutOfBounds,
+              transposed_place(work_tile)};
     return {stage,
             work_tile.tiles.first,
             static_cast<int32_t>(kv.first),
@@ -199,7 +224,7 @@ class ForwardProducer {
     const int warpgroup = lane() / QTile::kPanels;
     if ((C::kGeneral && work_tile.rows.packed()) || warpgroup >= kTile.consumer_warpgroups) return;
     ptx::cp_async_bulk_prefetch_tensor(
-        p_.q, panel * tile::kPanelColumns, row_of(work_tile) + 64 * warpgroup,
+        p_.q, panel * Shared::kBoxColumns, row_of(work_tile) + 64 * warpgroup,
         work_tile.rows.first_head, static_cast<int32_t>(work_tile.sequence.batch_index));
   }
 
@@ -217,7 +242,10 @@ class ForwardProducer {
     const Barrier full = shared_.v_full(state.stage());
     const bool in_tail = tile >= keys.tail_tile;
     shared_.v_empty(state.stage()).wait(state.phase() ^ 1);
-    load_keys(to, in_tail ? shared_.v_tail_full() : full, p_.v, keys, tile);
+    if constexpr (C::kFloat8)
+      load_transposed(to, full, keys, tile);
+    else
+      load_keys(to, in_tail ? shared_.v_tail_full() : full, p_.v, keys, tile);
     if (in_tail) [[unlikely]] {
       shared_.v_tail_full().wait(tail_phase_);
       tail_phase_ ^= 1;
@@ -238,6 +266,16 @@ class ForwardProducer {
     full.expect(Tile::kBytes);
     load_tile(to, full, map, keys.row + tile * kTile.keys, keys.head, keys.batch_index,
               ptx::CachePolicy::evict_last);
+  }
+
+  // Loads the values of one key tile of one head, transposed.
+  TILEWISE_DEVICE void load_transposed(const VTile& to, Barrier full, const KvCoordinates& keys,
+                                       int32_t tile) const {
+    if (!ptx::elect_one()) return;
+    full.expect(VTile::kBytes);
+    ptx::cp_async_bulk_tensor_load(to.base, p_.v, keys.values.column + tile * kTile.keys, 0,
+                                   keys.head, keys.values.batch_index, full.address,
+                                   ptx::CachePolicy::evict_last);
   }
 
   // A TMA box has as many rows of a page as divide both the page and the tile.
@@ -265,7 +303,7 @@ class ForwardProducer {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel)
       ptx::cp_async_bulk_tensor_load(to.base + panel * Tile::kPanelBytes, map,
-                                     panel * tile::kPanelColumns, row, head, batch_index,
+                                     panel * Shared::kBoxColumns, row, head, batch_index,
                                      full.address, policy);
   }
 

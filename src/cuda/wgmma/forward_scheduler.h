@@ -20,7 +20,9 @@ class ForwardScheduler {
   // Finds the first work tile, before the CTA's first barrier. The prepare kernel has written the
   // table and the copy of cu_seqlens_q.
   TILEWISE_DEVICE void begin() {
-    if (p_.order.table != nullptr || p_.problem.cu_seqlens_q != nullptr) ptx::griddepcontrol_wait();
+    // That of float8 has to wait for the transposed values as well.
+    if (C::kFloat8 || p_.order.table != nullptr || p_.problem.cu_seqlens_q != nullptr)
+      ptx::griddepcontrol_wait();
     index_ = tile_of(position_);
     has_rows_ = locate(shared_.work_tile(0), index_);
   }
@@ -149,9 +151,12 @@ class ForwardScheduler {
     if (lane != 0) return;
     const Problem& p = p_.problem;
     work_tile.out =
-        static_cast<char*>(p.out.data) + work_tile.offset_unpacked(p.out, 0) * C::Element::kBytes;
+        static_cast<char*>(p.out.data) + work_tile.offset_unpacked(p.out, 0) * C::Out::kBytes;
     const int64_t row = work_tile.sequence.lse_offset(p.lse_stride_batch, work_tile.rows.first);
     work_tile.lse = work_tile.rows.first_head * p.lse_stride_head + row;
+    if constexpr (C::kFloat8)
+      work_tile.set_factors(p, work_tile.sequence.batch,
+                            p_.group.quotient(work_tile.rows.first_head));
   }
 
   // Reports index arrays that do not fit. The consumers read `fits` only when they finish the tile.

@@ -22,9 +22,15 @@ struct ForwardShared {
   static constexpr int kMaskWarps = C::kMasked ? 2 : 0;
 
   using WorkTile = ForwardWorkTile<C>;
-  using QTile = tile::SwizzledTile<64, C::kHeadDim>;  // of a warpgroup
-  using KTile = tile::SwizzledTile<kTile.keys, C::kHeadDim>;
-  using VTile = tile::SwizzledTile<kTile.keys, C::kHeadDimV>;
+  // Tiles count columns in units of 16 bits.
+  template <int kRows, int kColumns>
+  using Tile = tile::SwizzledTile<kRows, kColumns * C::Element::kBytes / 2>;
+  using QTile = Tile<64, C::kHeadDim>;  // of a warpgroup
+  using KTile = Tile<kTile.keys, C::kHeadDim>;
+  // Values of float8 are transposed (transposed_values.h).
+  using VTile = std::conditional_t<C::kFloat8, Tile<C::kHeadDimV, kTile.keys>,
+                                   Tile<kTile.keys, C::kHeadDimV>>;
+  static constexpr int kBoxColumns = tile::kSwizzledRowBytes / C::Element::kBytes;
   using QPipeline = PipelineCounter<kTile.q_buffers>;
   using KvPipeline = PipelineCounter<kTile.stages>;
   using TilePipeline = PipelineCounter<kTileStages>;

@@ -36,10 +36,13 @@ struct LinearExponent {
 };
 
 // kBounded: scores are not large, as with softcap. kClampExponents: scores may be so low, as with a
-// bias, that their product with the scale overflows to -inf; see clamp_exponent.
-template <int kColumns, bool kBounded, bool kClampExponents>
+// bias, that their product with the scale overflows to -inf; see clamp_exponent. The largest weight
+// of `update` is 2^kTopExponent: l has the same factor, so it cancels in out and in lse.
+template <int kColumns, bool kBounded, bool kClampExponents, int kTopExponent = 0>
 struct RowSoftmax : RowSums {
   using Scores = tile::Sums<1, kColumns>;
+  static constexpr bool kIsBounded = kBounded;
+  static constexpr bool kClampsExponents = kClampExponents;
 
   float shrink[2];  // factor for the sums of earlier steps
   float scale;      // positive
@@ -98,6 +101,7 @@ struct RowSoftmax : RowSums {
       float highest = exponent(top);
       if constexpr (!kBounded) highest = round_exponent_up(highest);
       if constexpr (kClampExponents) highest = clamp_exponent(top, highest);
+      if constexpr (kTopExponent != 0) highest -= static_cast<float>(kTopExponent);
       m[0][h] = ptx::fmax(before, highest);
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];

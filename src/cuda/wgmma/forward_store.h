@@ -21,23 +21,22 @@ struct OutRows {
 
   TILEWISE_DEVICE static OutRows of(const Problem& p, const ForwardWorkTile<C>& work_tile,
                                     int32_t r) {
-    const int64_t step = p.out.stride_row * C::Element::kBytes;
+    const int64_t step = p.out.stride_row * C::Out::kBytes;
     return {work_tile.out + r * step, step, work_tile.rows.count - r};
   }
 };
 
 template <class C>
 TILEWISE_DEVICE char* packed_row(const Problem& p, const ForwardWorkTile<C>& work_tile, int32_t r) {
-  return static_cast<char*>(p.out.data) + work_tile.offset(p.out, r) * C::Element::kBytes;
+  return static_cast<char*>(p.out.data) + work_tile.offset(p.out, r) * C::Out::kBytes;
 }
 
 // Stores straight from registers: the four lanes of a row exchange words until each has 16
 // contiguous bytes. Staging through shared memory is 1 to 3 % slower up to 1k rows.
-template <class C>
+template <class C, class Out = typename C::Out>
 TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& work_tile,
                                    const LanePosition& position, const Outputs<C>& o,
                                    const RowResults<1>& result, const OutRows<C>& rows) {
-  using Element = typename C::Element;
   const int lane = position.lane_of_quad();
   const bool packed = C::kGeneral && work_tile.rows.packed();
   const auto chunks = static_cast<int>(p.head_dim_v) / 8;
@@ -53,7 +52,7 @@ TILEWISE_DEVICE void store_outputs(const Problem& p, const ForwardWorkTile<C>& w
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* x = &o.x[0][n + i][2 * h];
-        word[i] = tile::pack<Element>(x[0] * factor, x[1] * factor);
+        word[i] = tile::pack<Out>(x[0] * factor, x[1] * factor);
       }
       tile::quad_transpose(word, lane);
       if (8 * h < rows.left && n + lane < chunks) ptx::st_global_v4_b32(to + (n + lane) * 16, word);

@@ -55,21 +55,35 @@ struct WarpgroupTiles {
   }
 };
 
-// Flips the sign of the 16-bit elements of a tile. All threads of a warpgroup call it.
-template <class Tile>
+// Flips the sign of the elements of a tile. All threads of a warpgroup call it.
+template <class Element, class Tile>
 TILEWISE_DEVICE void negate(const Tile& tile, int thread) {
 #pragma unroll 1
   for (int at = thread * 16; at < Tile::kBytes; at += ptx::kWarpgroupSize * 16) {
     uint32_t x[4];
     ptx::ld_shared_v4_b32(x, tile.base + static_cast<uint32_t>(at));
-    for (uint32_t& word : x) word ^= 0x80008000u;
+    for (uint32_t& word : x) word ^= Element::kBytes == 1 ? 0x80808080u : 0x80008000u;
     ptx::st_shared_v4_b32(tile.base + static_cast<uint32_t>(at), x);
   }
 }
 
+// The factors of a tile with float8: the scale of its scores, and the factor of its values.
+template <bool kFloat8>
+struct WorkTileFactors {};
+template <>
+struct WorkTileFactors<true> {
+  float scale;  // of either sign
+  float values;
+
+  TILEWISE_DEVICE void set_factors(const Problem& p, int64_t batch, int64_t kv_head) {
+    scale = score_of(p).scale * score_descale(p, batch, kv_head);
+    values = v_descale(p, batch, kv_head);
+  }
+};
+
 // A tile of query rows and the key tiles that they see.
 template <class C>
-struct ForwardWorkTile : QueryTile {
+struct ForwardWorkTile : QueryTile, WorkTileFactors<C::kFloat8> {
   int32_t index;  // below num_tiles, or that of a Stream-K share
   char* out;      // of row 0, if heads are not packed
   int64_t lse;    // offset in lse of row 0, likewise

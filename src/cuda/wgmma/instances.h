@@ -17,6 +17,8 @@ inline constexpr std::array kHeadDims = {
     HeadDims{.qk = 192, .v = 128}, HeadDims{.qk = 192, .v = 192}, HeadDims{.qk = 256, .v = 256},
 };
 
+inline constexpr std::array kFloat8HeadDims = {64, 128};  // E4M3, forward alone
+
 inline constexpr std::array kTables = {
     TileTable{.name = "Sm90a", .number = arch::Sm90a::kTable, .architectures = "90a-real"},
 };
@@ -29,6 +31,8 @@ constexpr void for_each_instance(Visit&& visit) {
           .table = "Sm90a", .element = element, .head_dim = d.qk, .head_dim_v = d.v});
     }
   }
+  for (int d : kFloat8HeadDims)
+    visit(KernelInstance{.table = "Sm90a", .element = "E4M3", .head_dim = d, .head_dim_v = d});
 }
 
 }  // namespace tilewise::cuda::wgmma

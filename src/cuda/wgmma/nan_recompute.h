@@ -23,6 +23,9 @@ template <class C>
 class NanRecompute {
   using Element = typename C::Element;
   using Storage = typename Element::Storage;
+  // What loads convert numbers to: those of float8 are exact in fp16.
+  using Wide = std::conditional_t<C::kFloat8, F16, Element>;
+  using OutStorage = typename C::Out::Storage;
   static constexpr int kLanes = ptx::kWarpSize;
   static constexpr int kPairs = (C::kHeadDimV + 2 * kLanes - 1) / (2 * kLanes);  // of columns
   static constexpr int kRowsAtOnce = C::kGeneral ? 2 : 4;  // as many as registers permit
@@ -53,6 +56,7 @@ class NanRecompute {
       work_tile_ = QueryTile::of(params_, params_.order.at(index), C::kForward.keys);
       k_ = head_of(p_.k);
       v_ = head_of(p_.v);
+      if constexpr (C::kFloat8) factors_.set_factors(p_, work_tile_.sequence.batch, kv_head());
       const int32_t end = min(kRows * warp_ + kRows, work_tile_.rows.count);
 #pragma unroll 1
       for (first_ = kRows * warp_; first_ < end; first_ += kRowsAtOnce) {
@@ -87,12 +91,23 @@ class NanRecompute {
   TILEWISE_DEVICE const Storage* q(int32_t r) const {
     return static_cast<const Storage*>(p_.q.data) + offset(p_.q, r);
   }
-  TILEWISE_DEVICE Storage* out(int32_t r) const {
-    return static_cast<Storage*>(p_.out.data) + offset(p_.out, r);
+  TILEWISE_DEVICE OutStorage* out(int32_t r) const {
+    return static_cast<OutStorage*>(p_.out.data) + offset(p_.out, r);
+  }
+  TILEWISE_DEVICE bool is_fp16_beside_float8() const {
+    return C::kFloat8 && dtypes_of(p_).out == TILEWISE_FLOAT16;
+  }
+  TILEWISE_DEVICE float load_out(int32_t r, int column) const {
+    const OutStorage x = out(r)[column];
+    return is_fp16_beside_float8() ? to_float(Half{x.bits}) : to_float(x);
+  }
+  TILEWISE_DEVICE void store_out(int32_t r, int column, float x) const {
+    out(r)[column] = is_fp16_beside_float8() ? OutStorage{from_float<Half>(x).bits}
+                                             : from_float<OutStorage>(x);
   }
   // The same of rows in fp32: partial results, or out if the caller wants that in fp32.
   TILEWISE_DEVICE bool is_fp32() const {
-    return is_partial() || (C::kGeneral && widens_out<Storage>(p_));
+    return is_partial() || (C::kGeneral && widens_out<OutStorage>(p_));
   }
   TILEWISE_DEVICE float* fp32_out(int32_t r) const {
     if (!is_partial()) return static_cast<float*>(p_.out.data) + offset(p_.out, r);
@@ -101,8 +116,10 @@ class NanRecompute {
 
   // Key 0 of the key/value head. The fast path has no pages.
   TILEWISE_DEVICE const Storage* head_of(const tilewise_tensor& view) const {
-    const int32_t kv_head = params_.group.quotient(work_tile_.rows.first_head);
-    return static_cast<const Storage*>(view.data) + kv_head * view.stride_head;
+    return static_cast<const Storage*>(view.data) + kv_head() * view.stride_head;
+  }
+  TILEWISE_DEVICE int32_t kv_head() const {
+    return params_.group.quotient(work_tile_.rows.first_head);
   }
   TILEWISE_DEVICE int64_t key_offset(const tilewise_tensor& view, int32_t key) const {
     const KvSource& kv = work_tile_.sequence.kv;
@@ -125,7 +142,7 @@ class NanRecompute {
     float zero = 0.0f;
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < p_.head_dim_v; column += kLanes)
-      zero += 0.0f * (is_fp32() ? fp32_out(r)[column] : to_float(out(r)[column]));
+      zero += 0.0f * (is_fp32() ? fp32_out(r)[column] : load_out(r, column));
     return ptx::any(zero != 0.0f);  // NaN
   }
 
@@ -189,14 +206,14 @@ class NanRecompute {
       uint32_t b[kChunksAtOnce][4];
 #pragma unroll
       for (int c = 0; c < kChunksAtOnce; ++c)
-        ptx::ld_global_v4_b32(b[c], k + min<int64_t>(column0 + 8 * c, p_.head_dim - 8));
+        load_chunk(b[c], k + min<int64_t>(column0 + 8 * c, p_.head_dim - 8));
 #pragma unroll
       for (int c = 0; c < kChunksAtOnce; ++c) {
         if (column0 + 8 * c >= p_.head_dim) break;
 #pragma unroll
         for (int i = 0; i < kRowsAtOnce; ++i) {
           uint32_t a[4];
-          ptx::ld_global_v4_b32(a, q(row_at(i)) + column0 + 8 * c);
+          load_chunk(a, q(row_at(i)) + column0 + 8 * c);
           add_products(sum[i], a, b[c]);
         }
       }
@@ -205,12 +222,33 @@ class NanRecompute {
     for (int i = 0; i < kRowsAtOnce; ++i) products[i] = sum[i][0] + sum[i][1];
   }
 
+  // 8 columns, as pairs of 16-bit numbers.
+  TILEWISE_DEVICE static void load_chunk(uint32_t (&pairs)[4], const Storage* from) {
+    if constexpr (C::kFloat8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t x = ptx::ld_global_b32(from + 4 * i);
+        pairs[2 * i] = ptx::cvt_f16x2_e4m3x2<false>(x);
+        pairs[2 * i + 1] = ptx::cvt_f16x2_e4m3x2<true>(x);
+      }
+    } else {
+      ptx::ld_global_v4_b32(pairs, from);
+    }
+  }
+  // Two columns.
+  TILEWISE_DEVICE static uint32_t load_pair(const Storage* from) {
+    if constexpr (C::kFloat8)
+      return ptx::cvt_f16x2_e4m3x2<false>(*reinterpret_cast<const uint16_t*>(from));
+    else
+      return ptx::ld_global_b32(from);
+  }
+
   TILEWISE_DEVICE static void add_products(float (&sum)[2], const uint32_t (&a)[4],
                                            const uint32_t (&b)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      sum[0] = ptx::fma(tile::low_of<Element>(a[i]), tile::low_of<Element>(b[i]), sum[0]);
-      sum[1] = ptx::fma(tile::high_of<Element>(a[i]), tile::high_of<Element>(b[i]), sum[1]);
+      sum[0] = ptx::fma(tile::low_of<Wide>(a[i]), tile::low_of<Wide>(b[i]), sum[0]);
+      sum[1] = ptx::fma(tile::high_of<Wide>(a[i]), tile::high_of<Wide>(b[i]), sum[1]);
     }
   }
 
@@ -248,6 +286,7 @@ class NanRecompute {
 
   TILEWISE_DEVICE float score(float product, const Row& row, int32_t key) const {
     if constexpr (C::kGeneral) return score_mod_.at(product, row.score_mod, key).value;
+    if constexpr (C::kFloat8) return ptx::mul(product, factors_.scale);
     return ptx::mul(product, score_mod_.score.scale);
   }
 
@@ -260,7 +299,7 @@ class NanRecompute {
       const Storage* from = v_ + key_offset(p_.v, min(key0 + first + i, end - 1));
 #pragma unroll
       for (int j = 0; j < kPairs; ++j)
-        v[i][j] = ptx::ld_global_b32(from + min<int64_t>(column_of(j), p_.head_dim_v - 2));
+        v[i][j] = load_pair(from + min<int64_t>(column_of(j), p_.head_dim_v - 2));
     }
 #pragma unroll
     for (int i = 0; i < kValuesAtOnce; ++i) {
@@ -276,8 +315,8 @@ class NanRecompute {
                                         const uint32_t (&v)[kPairs]) {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
-      o[j][0] = ptx::fma(p, tile::low_of<Element>(v[j]), o[j][0]);
-      o[j][1] = ptx::fma(p, tile::high_of<Element>(v[j]), o[j][1]);
+      o[j][0] = ptx::fma(p, tile::low_of<Wide>(v[j]), o[j][0]);
+      o[j][1] = ptx::fma(p, tile::high_of<Wide>(v[j]), o[j][1]);
     }
   }
 
@@ -291,6 +330,7 @@ class NanRecompute {
       factor = all.add_sink(p_.sinks[work_tile_.head(r)]);
     store_lse_of(r, all);
     factor = all.l == 0.0f ? 0.0f : factor * ptx::rcp_approximate(all.l);
+    if constexpr (C::kFloat8) factor *= factors_.values;
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int column = column_of(j);
@@ -300,7 +340,7 @@ class NanRecompute {
         if (is_fp32())
           fp32_out(r)[column + e] = row.o[j][e] * factor;
         else
-          out(r)[column + e] = from_float<Storage>(row.o[j][e] * factor);
+          store_out(r, column + e, row.o[j][e] * factor);
       }
     }
   }
@@ -322,6 +362,7 @@ class NanRecompute {
   const int warp_;
   const ScoreMod score_mod_;
   QueryTile work_tile_;
+  WorkTileFactors<C::kFloat8> factors_;
   const Storage* k_;  // key 0 of the head
   const Storage* v_;
   int32_t first_;  // of the rows computed at once

@@ -3,6 +3,7 @@
 #include "cuda/arch/hopper.h"
 #include "cuda/common/dbias.h"
 #include "cuda/plan_shape.h"
+#include "cuda/wgmma/transposed_values.h"
 #include "cuda/workspace.h"
 
 namespace tilewise::cuda::wgmma {
@@ -102,9 +103,10 @@ int64_t largest_grid(const Request& request, const Plan& plan) {
 Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {
   Plan plan = plan_forward_tiles(p, kernel_set, gpu);
   if (!plan.can_be_launched()) return plan;
-  plan.stream_k = choose_stream_k_tail(p, plan, gpu);
-  // The masked form does not split keys (see `why_no_masked_form`).
-  if (!plan.stream_k.any() && plan.form != Form::masked) plan_key_splits(plan, p, gpu);
+  const bool float8 = dtypes_of(p).q == TILEWISE_FLOAT8_E4M3;
+  if (!float8) plan.stream_k = choose_stream_k_tail(p, plan, gpu);
+  // The masked form and that of float8 do not split keys (`why_no_masked_form`, `why_no_float8`).
+  if (!plan.stream_k.any() && plan.form != Form::masked && !float8) plan_key_splits(plan, p, gpu);
   plan_forward_grid(plan, p, gpu);
   if (!plan.can_be_launched()) return plan;
   // The fast path has no code for packed heads and splits: even code that a launch does not run
@@ -117,6 +119,7 @@ Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu)
     plan.dynamic_scheduling = is_varlen_q(p) || nan_may_leak(p);
   }
   plan.rows_per_recompute = arch::WgmmaForwardTile::kRowsPerWarp;
+  if (float8) plan.value_bytes = TransposedValues{p}.bytes();
   finish_forward_plan(plan, p, gpu);
   return plan;
 }

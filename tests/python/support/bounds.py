@@ -1,7 +1,8 @@
 """How far a result may be from the oracle, defined in one place.
 
 fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the
-error of plain eager PyTorch in the same dtype on the same inputs. All bounds except that of the
+error of plain eager PyTorch in the same dtype on the same inputs; where a kernel multiplies in
+float8, plain PyTorch rounds its weights to float8 as well (yardstick.py). All bounds except that of the
 fp32 forward add a small absolute term that matters only where the comparison itself is undefined:
 where the exact result cancels (with one key, dq is exactly 0) or where PyTorch's result happens to
 be exact. The term is a few units of rounding of the summed terms, whose size the oracle reports.
@@ -27,7 +28,7 @@ import oracle
 if TYPE_CHECKING:
     from cases import Built
 
-UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
 FP32_RELATIVE = 1e-6
 FP32_OUT_UNITS = 12.0
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0

@@ -43,10 +43,20 @@ class _Tf32Product(torch.autograd.Function):
         return grad @ b.mT, a.mT @ grad
 
 
+def to_float8(p: torch.Tensor) -> torch.Tensor:
+    """Weights rounded to float8_e4m3, of whose range the largest weight of a row uses 2^8. The
+    gradient is that of p."""
+    unit = p.detach().amax(dim=2, keepdim=True).float() / 256
+    rounded = (p.detach() / torch.where(unit == 0, 1, unit)).to(torch.float8_e4m3fn).float() * unit
+    return p + (rounded.to(p.dtype) - p).detach()
+
+
 def _one_sequence(
-    b: Built, sequence: oracle.SequenceIndices, leaves: dict[str, torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype`."""
+    b: Built, sequence: oracle.SequenceIndices, leaves: dict[str, torch.Tensor],
+    dtype: torch.dtype, float8: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [n, Hq, Dv] and lse [n, Hq] of one sequence, every step rounded to `dtype` and, with
+    `float8`, the weights to float8."""
     c, o = b.case, b.options()
     product = _Tf32Product.apply if c.tf32 else torch.matmul
     n, m = len(sequence.rows), len(sequence.keys)
@@ -79,6 +89,8 @@ def _one_sequence(
     if c.dropout_p > 0:
         kept = torch.from_numpy(oracle.kept(o, sequence.batch, c.heads, n, m)).to(p.device)
         p = p * kept / (1 - c.dropout_p)
+    if float8 and m > 0:
+        p = to_float8(p)
     return product(p, v).transpose(0, 1), lse.transpose(0, 1)
 
 
@@ -142,7 +154,7 @@ def _gradient_errors(
 
 
 @_one_thread()
-def errors(b: Built, want: oracle.Result) -> dict[str, float]:
+def errors(b: Built, want: oracle.Result, float8: bool = False) -> dict[str, float]:
     """Largest error of the plain computation against the oracle, per result."""
     leaves = _leaves(b, want)
     dout, dlse = _rows_of(b.dout), None
@@ -152,7 +164,7 @@ def errors(b: Built, want: oracle.Result) -> dict[str, float]:
     loss = torch.zeros((), device=b.q.device, requires_grad=True)
     for sequence in _computed(b):
         rows = index(sequence.rows, b.q.device)
-        out, lse = _one_sequence(b, sequence, leaves, b.dtype)
+        out, lse = _one_sequence(b, sequence, leaves, b.dtype, float8)
         worst["out"] = max(worst["out"], _largest_error(out, want.out[sequence.rows]))
         loss = loss + (out * dout[rows]).sum()
         if dlse is not None:

@@ -1,0 +1,242 @@
+// The consumer role of the forward for operands of float8: a warpgroup computes 64 rows of a work
+// tile.
+//
+// The steps are those of forward_consumer.h without the options of the general form, and with two
+// differences (FlashAttention-3, arXiv 2407.08608, section 3.3; two levels of sums as in DeepSeek-V3,
+// arXiv 2412.19437, section 3.3.2):
+//
+//   - Weights are rounded to float8, whose largest number is 448. So m follows the maximum in every
+//     step, and the largest weight is 2^8: the smallest one that is not rounded to 0 is 2^-18 of it.
+//   - Tensor cores keep some 14 bits of a sum of float8 products. So the PV product of a key tile
+//     has an accumulator of its own, which is added to o in fp32. That is one fma per sum, because
+//     o has to be multiplied anyway where m has risen.
+#pragma once
+
+#include "cuda/ptx/wgmma_float8.h"
+#include "cuda/tile/float8.h"
+#include "cuda/wgmma/forward_epilogue.h"
+#include "cuda/wgmma/forward_ping_pong.h"
+#include "cuda/wgmma/forward_shared.h"
+
+namespace tilewise::cuda::wgmma {
+
+template <class C>
+class Float8Consumer {
+ public:
+  using Shared = ForwardShared<C>;
+  using WorkTile = typename Shared::WorkTile;
+  static constexpr arch::WgmmaForwardTile kTile = C::kForward;
+  static constexpr int kKeys = kTile.keys;
+  static constexpr int kStep = 32;  // k of a product
+  static constexpr int kTopExponent = 8;
+  using RowMath = RowSoftmax<kKeys / 8, false, false, kTopExponent>;
+  static_assert(!kTile.overlap_tiles);
+
+  TILEWISE_DEVICE Float8Consumer(const TmaForwardParams& params, const Shared& shared,
+                                 int warpgroup)
+      : p_(params), shared_(shared), warpgroup_(warpgroup) {}
+
+  // Returns the head of the warp's recompute list: its last work tile with rows to recompute.
+  TILEWISE_DEVICE int32_t run() {
+    if (kTile.ping_pong && warpgroup_ == 0) PingPong<C>::arrive(0);
+    int stage = next_tile();
+#pragma unroll 1
+    while (tiles_.kind != TileKind::end) {
+      const WorkTile& work_tile = shared_.work_tile(stage);
+      const bool keys = tiles_.kind == TileKind::keys;
+      o_.fill(0.0f);
+      if (keys) {
+        first_step(stage);
+#pragma unroll 1
+        for (int32_t tile = tiles_.last - 1; tile >= tiles_.first; --tile) step(stage, tile);
+      } else {
+        shared_.q_full(q_state_.stage()).wait(q_state_.phase());
+        softmax_.clear();
+      }
+      release(shared_.q_empty(q_state_.stage()));
+      q_state_.next();
+      EpilogueState<C> epilogue;
+      if (keys) {
+        issue_values();
+        epilogue = begin_epilogue(work_tile);
+        add_values();
+        skip_key_tiles(tiles_.skip_after);
+      } else {
+        epilogue = begin_epilogue(work_tile);
+      }
+      store_tile<C, RowMath>(p_, work_tile, position(), o_, epilogue, recompute_head_);
+      ptx::sync_warp();
+      release(shared_.tile_empty(stage));
+      stage = next_tile();
+    }
+    return recompute_head_;
+  }
+
+ private:
+  // --- the work tile ---
+
+  // Waits for the next work tile, copies its key tiles to `tiles_` and returns its stage. About
+  // uniform() see ForwardConsumer::next_tile.
+  TILEWISE_DEVICE int next_tile() {
+    const int stage = tile_state_.stage();
+    shared_.tile_full(stage).wait(tile_state_.phase());
+    tile_state_.next();
+    const WarpgroupTiles& from = shared_.work_tile(stage).warpgroup_tiles[warpgroup_];
+    tiles_.kind = static_cast<TileKind>(ptx::uniform(static_cast<int32_t>(from.kind)));
+    tiles_.first = ptx::uniform(from.first);
+    tiles_.last = ptx::uniform(from.last);
+    tiles_.full_begin = ptx::uniform(from.full_begin);
+    tiles_.full_end = ptx::uniform(from.full_end);
+    tiles_.skip_before = ptx::uniform(from.skip_before);
+    tiles_.skip_after = ptx::uniform(from.skip_after);
+    return stage;
+  }
+
+  TILEWISE_DEVICE static void release(Barrier barrier) {
+    if (ptx::lane_index() == 0) barrier.arrive();
+  }
+
+  // If the scale is negative, flips the sign of Q, because the scale of the softmax is positive.
+  TILEWISE_DEVICE void wait_for_queries(float scale) {
+    shared_.q_full(q_state_.stage()).wait(q_state_.phase());
+    if (!(scale < 0.0f)) return;
+    negate<typename C::Element>(shared_.q(q_state_.stage(), warpgroup_),
+                                consumer_thread() % ptx::kWarpgroupSize);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(PingPong<C>::kWarpgroupBarrier + warpgroup_, ptx::kWarpgroupSize);
+  }
+
+  // Skips key tiles that were loaded for other warpgroups.
+  TILEWISE_DEVICE void skip_key_tiles(int32_t count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      PingPong<C>::sync(warpgroup_);
+      PingPong<C>::arrive_at_next(warpgroup_);
+      shared_.k_full(k_state_.stage()).wait(k_state_.phase());
+      release(shared_.k_empty(k_state_.stage()));
+      k_state_.next();
+      shared_.v_full(v_state_.stage()).wait(v_state_.phase());
+      release(shared_.v_empty(v_state_.stage()));
+      v_state_.next();
+    }
+  }
+
+  // --- the products ---
+
+  // s = q k^T
+  TILEWISE_DEVICE void issue_scores() {
+    const uint64_t q = shared_.q(q_state_.stage(), warpgroup_).by_columns();
+    const uint64_t k = shared_.k(k_state_.stage()).by_columns();
+    using Product = ptx::WgmmaFloat8<kKeys>;
+    shared_.k_full(k_state_.stage()).wait(k_state_.phase());
+    ptx::wgmma_fence();
+    Product::start(s_.flat(), q, k);
+#pragma unroll
+    for (int i = 1; i < C::kHeadDim / kStep; ++i)
+      Product::add(s_.flat(), q + Shared::QTile::column_step(i),
+                   k + Shared::KTile::column_step(i));
+    ptx::wgmma_commit_group();
+  }
+
+  // pv = p v, where v is transposed
+  TILEWISE_DEVICE void issue_values() {
+    const uint64_t v = shared_.v(v_state_.stage()).by_columns();
+    using Product = ptx::WgmmaFloat8<C::kHeadDimV>;
+    shared_.v_full(v_state_.stage()).wait(v_state_.phase());
+    ptx::wgmma_fence();
+    Product::start(pv_.flat(), weights_[0], v);
+#pragma unroll
+    for (int i = 1; i < kKeys / kStep; ++i)
+      Product::add(pv_.flat(), weights_[i], v + Shared::VTile::column_step(i));
+    ptx::wgmma_commit_group();
+  }
+
+  template <int kPending>
+  TILEWISE_DEVICE void wait_for_scores() {
+    ptx::wgmma_wait_group<kPending>();
+    ptx::fence_register(s_.flat());
+    release(shared_.k_empty(k_state_.stage()));
+    k_state_.next();
+  }
+
+  // Waits for the PV product: o = o * shrink + pv.
+  TILEWISE_DEVICE void add_values() {
+    ptx::fence_register(s_.flat());
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_register(pv_.flat());
+    release(shared_.v_empty(v_state_.stage()));
+    v_state_.next();
+#pragma unroll
+    for (int n = 0; n < C::kHeadDimV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        o_.x[0][n][e] = ptx::fma(o_.x[0][n][e], shrink_[e / 2], pv_.x[0][n][e]);
+    }
+    ptx::fence_register(o_.flat());  // so that pv ends here, and not after the next wait
+  }
+
+  TILEWISE_DEVICE void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kKeys / kStep; ++i) tile::float8_operand_of(weights_[i], s_.x[0], i);
+    shrink_[0] = softmax_.shrink[0];
+    shrink_[1] = softmax_.shrink[1];
+  }
+
+  // --- the main loop ---
+
+  template <bool kFirst>
+  TILEWISE_DEVICE void apply_softmax(int stage, int32_t tile) {
+    if (tile >= tiles_.full_end || tile < tiles_.full_begin)
+      mask(s_, shared_.work_tile(stage), position(), tile);
+    softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
+  }
+
+  // The last key tile of the rows.
+  TILEWISE_DEVICE void first_step(int stage) {
+    const float scale = shared_.work_tile(stage).scale;
+    softmax_.scale = positive_scale(scale) * kLog2e;
+    wait_for_queries(scale);
+    skip_key_tiles(tiles_.skip_before);
+    issue_scores();
+    wait_for_scores<0>();
+    apply_softmax<true>(stage, tiles_.last);
+    pack_weights();
+  }
+
+  // Computes S of `tile` beside the PV product of the previous step.
+  TILEWISE_DEVICE void step(int stage, int32_t tile) {
+    PingPong<C>::sync(warpgroup_);
+    issue_scores();
+    issue_values();
+    PingPong<C>::arrive_at_next(warpgroup_);
+    wait_for_scores<1>();
+    apply_softmax<false>(stage, tile);
+    add_values();
+    pack_weights();
+  }
+
+  TILEWISE_DEVICE EpilogueState<C> begin_epilogue(const WorkTile& work_tile) const {
+    return wgmma::begin_epilogue<C>(p_, work_tile, position(), softmax_, work_tile.values,
+                                    [&] { return positive_scale(work_tile.scale); });
+  }
+
+  TILEWISE_DEVICE static LanePosition position() { return LanePosition::of(consumer_thread(), 16); }
+
+  const TmaForwardParams& p_;
+  Shared shared_;
+  int warpgroup_;
+  int32_t recompute_head_ = NanRecompute<C>::kNone;
+  WarpgroupTiles tiles_;
+  typename Shared::TilePipeline tile_state_;
+  typename Shared::QPipeline q_state_;
+  PipelineState<kTile.stages> k_state_;
+  PipelineState<kTile.stages> v_state_;
+  tile::Sums<1, kKeys / 8> s_;
+  tile::Sums<1, C::kHeadDimV / 8> pv_;
+  tile::Sums<1, C::kHeadDimV / 8> o_;
+  uint32_t weights_[kKeys / kStep][4];  // p of the previous step, as operand of its PV product
+  float shrink_[2];                     // factor of o when that product is added
+  RowMath softmax_;
+};
+
+}  // namespace tilewise::cuda::wgmma
