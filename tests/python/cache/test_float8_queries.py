@@ -19,7 +19,14 @@ import test_float8_cache as caches  # noqa: E402
 import tilewise  # noqa: E402
 from bounds import LSE_LOW  # noqa: E402
 from cases import Built, Case, run  # noqa: E402
-from float8_cases import FLOAT8, check, with_float8  # noqa: E402
+from float8_cases import (  # noqa: E402
+    FLOAT8,
+    check,
+    one_head,
+    softmax64,
+    with_float8,
+    with_needle,
+)
 
 DTYPES = ["fp16", "bf16"]  # of out
 
@@ -218,18 +225,6 @@ def test_arrays(rows):
 # --- accuracy over long sequences -----------------------------------------------------------------
 
 
-def softmax64(q, k, v) -> np.ndarray:
-    """Attention of one head in fp64: q [rows, D], k [keys, D], v [keys, D]."""
-    scores = q @ k.T * q.shape[1] ** -0.5
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return weights @ v / weights.sum(axis=1, keepdims=True)
-
-
-def one_head(rows: int, keys: int):
-    g = devices.generator(keys)
-    return [torch.randn(n, 64, generator=g).to(FLOAT8) for n in (rows, keys, keys)]
-
-
 def error_of(q, k, v) -> tuple[np.ndarray, np.ndarray]:
     """out of one head minus the exact one, and the exact one."""
     out = tilewise.attention(*(devices.put(x)[None, :, None] for x in (q, k, v)))
@@ -252,15 +247,8 @@ def test_the_error_does_not_grow_with_the_keys(rows):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.77, 1.0])
 def test_a_needle_in_128k_keys(depth, rows):
-    """One key has as much weight as all others together, wherever it is."""
-    keys = 131072
-    q, k, v = one_head(rows, keys)
-    at = int(depth * (keys - 1))
-    direction = torch.sign(q[0].float())
-    q = (0.75 * direction).expand(rows, -1).to(FLOAT8)
-    k[at] = (2.375 * direction).to(FLOAT8)  # a score of 14.25; the others have a deviation of 0.75
-    v[at] = torch.full((64,), 8.0).to(FLOAT8)
-    error, want = error_of(q, k, v)
+    """The needle is found wherever it is."""
+    error, want = error_of(*with_needle(rows, depth))
     assert want.min() > 2.0 and np.abs(error).max() <= 2**-7 * np.abs(want).max()
 
 

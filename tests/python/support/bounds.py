@@ -2,10 +2,11 @@
 
 fp32: 1e-6 of the largest value of the tensor. fp16 and bf16: 2x (forward) or 3x (gradients) the
 error of plain eager PyTorch in the same dtype on the same inputs; where a kernel multiplies in
-float8, plain PyTorch rounds its weights to float8 as well (yardstick.py). All bounds except that of the
-fp32 forward add a small absolute term that matters only where the comparison itself is undefined:
-where the exact result cancels (with one key, dq is exactly 0) or where PyTorch's result happens to
-be exact. The term is a few units of rounding of the summed terms, whose size the oracle reports.
+float8, plain PyTorch rounds its weights to float8 as well (yardstick.py). All bounds except that of
+the fp32 forward add a small absolute term that matters only where the comparison itself is
+undefined: where the exact result cancels (with one key, dq is exactly 0) or where PyTorch's result
+happens to be exact. The term is a few units of rounding of the summed terms, whose size the oracle
+reports.
 
 The bound of the fp32 forward has a floor instead, and no absolute term. An element of out is the
 sum of p_ij v_j over the keys, and the relative error of p_ij is the absolute error of its score.

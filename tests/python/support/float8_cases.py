@@ -106,3 +106,31 @@ def is_expected(kernel: str) -> bool:
 
 def multiplies_in_float8(kernel: str) -> bool:
     return kernel == "cuda.wgmma.forward.f8"
+
+
+# --- long sequences of one head ------------------------------------------------------------------
+
+
+def softmax64(q, k, v) -> np.ndarray:
+    """Attention of one head in fp64: q [rows, D], k [keys, D], v [keys, D]."""
+    scores = q @ k.T * q.shape[1] ** -0.5
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights @ v / weights.sum(axis=1, keepdims=True)
+
+
+def one_head(rows: int, keys: int):
+    g = devices.generator(keys)
+    return [torch.randn(n, 64, generator=g).to(FLOAT8) for n in (rows, keys, keys)]
+
+
+def with_needle(rows: int, depth: float):
+    """q, k and v of one head with 128k keys, of which one has as much weight as all others
+    together."""
+    keys = 131072
+    q, k, v = one_head(rows, keys)
+    at = int(depth * (keys - 1))
+    direction = torch.sign(q[0].float())
+    q = (0.75 * direction).expand(rows, -1).to(FLOAT8)
+    k[at] = (2.375 * direction).to(FLOAT8)  # a score of 14.25; the others have a deviation of 0.75
+    v[at] = torch.full((64,), 8.0).to(FLOAT8)
+    return q, k, v
