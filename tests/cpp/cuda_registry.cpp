@@ -45,9 +45,12 @@ TEST(CudaRegistry, KernelSetsHoldTheKernelsOfTheirTiles) {
     EXPECT_TRUE(kernel_set->has_forward() || kernel_set->has_backward());
     for (const KernelSet* set : {kernel_set, kernel_set->few_rows}) {
       if (set == nullptr) continue;
-      const bool plain_only = kernel_set->family == &tcgen05::kFamily;
-      const bool tma = kernel_set->family == &wgmma::kFamily || plain_only;
       const bool float8 = kernel_set->dtype == TILEWISE_FLOAT8_E4M3;
+      const bool of_wgmma = kernel_set->family == &wgmma::kFamily;
+      const bool plain_only = kernel_set->family == &tcgen05::kFamily || (of_wgmma && float8);
+      const bool tma = of_wgmma || plain_only;
+      expect_kernel(set->plain.transpose_values, set->has_forward() && of_wgmma && float8,
+                    max_shared);
       for (const FormKernels* form : {&set->plain, &set->general}) {
         if (plain_only && form == &set->general) continue;
         const bool is_decode = set->tma.tma_forward.function != nullptr;

@@ -5,11 +5,10 @@
 // differences (FlashAttention-3, arXiv 2407.08608, section 3.3; two levels of sums as in DeepSeek-V3,
 // arXiv 2412.19437, section 3.3.2):
 //
-//   - Weights are rounded to float8, whose largest number is 448. So m follows the maximum in every
-//     step, and the largest weight is 2^8: the smallest one that is not rounded to 0 is 2^-18 of it.
+//   - Weights are rounded to float8, which has numbers from 2^-9 to 448 (Float8Softmax).
 //   - Tensor cores keep some 14 bits of a sum of float8 products. So the PV product of a key tile
-//     has an accumulator of its own, which is added to o in fp32. That is one fma per sum, because
-//     o has to be multiplied anyway where m has risen.
+//     has an accumulator of its own, which is added to o in fp32: one fma per sum, which also
+//     rescales o where m has moved.
 #pragma once
 
 #include "cuda/ptx/wgmma_float8.h"
@@ -20,6 +19,46 @@
 
 namespace tilewise::cuda::wgmma {
 
+// The softmax of weights that are rounded to float8. The largest weight of the first key tile is
+// 2^6, and m then stays (forward_softmax.h) until a lane has more than 448 in the sum of its weights
+// of a tile. No weight exceeds that sum, and the exponentials need not wait for a maximum, which
+// would take a fifth of the instructions of a step.
+template <int kKeys>
+struct Float8Softmax : RowSoftmax<kKeys / 8, false, false, 6> {
+  using Base = RowSoftmax<kKeys / 8, false, false, 6>;
+  using Scores = typename Base::Scores;
+  static constexpr float kLargest = 448.0f;
+
+  float sums[2];  // of the lane's weights of a tile
+
+  // Turns scores into weights with m as it is. Returns whether m has to move.
+  TILEWISE_DEVICE bool weigh(Scores& s) {
+    this->exponentiate(s, LinearExponent{this->scale}, sums);
+    this->shrink[0] = this->shrink[1] = 1.0f;
+    return sums[0] > kLargest || sums[1] > kLargest;
+  }
+
+  // Moves m so that no sum of the tile exceeds 256. Sums that have overflowed stay: such rows are
+  // recomputed.
+  TILEWISE_DEVICE void raise(Scores& s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = tile::quad_max(sums[h]);
+      const bool grown = sum > kLargest && sum <= FLT_MAX;
+      const int32_t bits = static_cast<int32_t>(ptx::bits_of(sum) >> 23) - 127;
+      const int32_t exponent = grown ? min(bits - 7, 126) : 0;
+      this->shrink[h] = ptx::float_of(static_cast<uint32_t>(127 - exponent) << 23);
+      this->m[0][h] += static_cast<float>(exponent);
+      this->l[0][h] *= this->shrink[h];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        s.x[0][n][2 * h] *= this->shrink[h];
+        s.x[0][n][2 * h + 1] *= this->shrink[h];
+      }
+    }
+  }
+};
+
 template <class C>
 class Float8Consumer {
  public:
@@ -28,8 +67,7 @@ class Float8Consumer {
   static constexpr arch::WgmmaForwardTile kTile = C::kForward;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kStep = 32;  // k of a product
-  static constexpr int kTopExponent = 8;
-  using RowMath = RowSoftmax<kKeys / 8, false, false, kTopExponent>;
+  using RowMath = Float8Softmax<kKeys>;
   static_assert(!kTile.overlap_tiles);
 
   TILEWISE_DEVICE Float8Consumer(const TmaForwardParams& params, const Shared& shared,
@@ -184,10 +222,14 @@ class Float8Consumer {
 
   // --- the main loop ---
 
+  TILEWISE_DEVICE bool is_cut(int32_t tile) const {
+    return tile >= tiles_.full_end || tile < tiles_.full_begin;
+  }
+
+  // For tiles that the band may cut, and so for the first tiles of all rows.
   template <bool kFirst>
-  TILEWISE_DEVICE void apply_softmax(int stage, int32_t tile) {
-    if (tile >= tiles_.full_end || tile < tiles_.full_begin)
-      mask(s_, shared_.work_tile(stage), position(), tile);
+  TILEWISE_DEVICE void weigh_with_maximum(int stage, int32_t tile) {
+    if (is_cut(tile)) mask(s_, shared_.work_tile(stage), position(), tile);
     softmax_.template update<kFirst>(s_, LinearExponent{softmax_.scale});
   }
 
@@ -199,7 +241,7 @@ class Float8Consumer {
     skip_key_tiles(tiles_.skip_before);
     issue_scores();
     wait_for_scores<0>();
-    apply_softmax<true>(stage, tiles_.last);
+    weigh_with_maximum<true>(stage, tiles_.last);
     pack_weights();
   }
 
@@ -210,7 +252,11 @@ class Float8Consumer {
     issue_values();
     PingPong<C>::arrive_at_next(warpgroup_);
     wait_for_scores<1>();
-    apply_softmax<false>(stage, tile);
+    if (is_cut(tile)) {
+      weigh_with_maximum<false>(stage, tile);
+    } else if (ptx::any(softmax_.weigh(s_))) [[unlikely]] {
+      softmax_.raise(s_);
+    }
     add_values();
     pack_weights();
   }

@@ -63,7 +63,8 @@ struct RowSoftmax : RowSums {
   template <bool kWide, class Exponent>
   TILEWISE_DEVICE bool weigh(Scores& s, const Exponent& exponent) {
     const bool high = l[0][0] > kRescaleThreshold || l[0][1] > kRescaleThreshold;
-    exponentiate(s, exponent);
+    float sums[2];
+    exponentiate(s, exponent, sums);
     return kWide ? high : l[0][0] > kRescaleThresholdFp16 || l[0][1] > kRescaleThresholdFp16;
   }
 
@@ -106,12 +107,14 @@ struct RowSoftmax : RowSums {
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
     }
-    exponentiate(s, exponent);
+    float sums[2];
+    exponentiate(s, exponent, sums);
   }
 
- private:
+ protected:
+  // Also returns what it adds to the two rows of l.
   template <class Exponent>
-  TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent) {
+  TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent, float (&sums)[2]) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -127,7 +130,8 @@ struct RowSoftmax : RowSums {
         x[0] += s.x[0][n][2 * h];
         x[1] += s.x[0][n][2 * h + 1];
       }
-      l[0][h] += x[0] + x[1];
+      sums[h] = x[0] + x[1];
+      l[0][h] += sums[h];
     }
   }
 };

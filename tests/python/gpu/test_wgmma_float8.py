@@ -10,6 +10,7 @@ import pytest
 
 import capi
 import devices
+import growing_scores
 import tilewise
 import yardstick
 from bounds import check_lse, check_out
@@ -33,6 +34,7 @@ MULTIPLIED_IN_FLOAT8 = {
     "left window": dict(window=(33, -1)),
     "more rows than keys": dict(keys=(60,) * 2),
     "more keys than rows": dict(keys=(700,) * 2, window=(-1, -1)),
+    "equal scores": dict(keys=(700,) * 2, window=(-1, -1), scale=0.0),
     "grouped heads": dict(rows=(300,), keys=(290,), group=3),
     "varlen": dict(rows=(130, 0, 3, 257), keys=(90, 20, 0, 300), varlen_q=True, varlen_k=True,
                    tail_q=5, tail_k=3),
@@ -93,6 +95,22 @@ def test_a_nan_in_a_value_reaches_the_rows_that_see_it():
         seen_by_none = out.copy()
         seen_by_none[:150][sees, 0, 3] = want[:150][sees, 0, 3]
         assert np.abs(seen_by_none - want).max() <= 2**-4 * np.abs(want).max(), target
+
+
+@pytest.mark.abi
+@pytest.mark.parametrize("level", growing_scores.LEVELS)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (300, 0)])
+def test_scores_that_grow(window, level):
+    """m moves when weights would exceed the range of float8."""
+    b = Built(
+        dataclasses.replace(
+            BASE, rows=(600,), keys=(600,), heads_kv=1, scale=1.0, window=window, seed=2
+        )
+    )
+    growing_scores.add_level(b, level)
+    with_float8(b, factors=False, queries=True)
+    assert multiplies_in_float8(kernel_of(b)), kernel_of(b)
+    growing_scores.check(b, run(b, backward=False), b.expected(), unit=2**-4)
 
 
 @pytest.mark.abi
