@@ -76,10 +76,11 @@ std::string kernel_name_of(const Decision& decision, const Request& request) {
          (request.dtypes.converts_kv() ? std::string(".") + short_dtype(request.dtypes.kv) : "");
 }
 
-std::string explanation_of(const Decision& decision, const Request& request, const Device& device) {
+std::string explanation_of(const Decision& decision, const Request& request, const Request& asked,
+                           const Device& device) {
   if (decision.family == nullptr) return explain_refusal(request, device);
   if (device.kind == TILEWISE_CPU) return explain_cpu(decision, request, device);
-  return explain_cuda(decision, request, device);
+  return explain_cuda(decision, request, asked, device);
 }
 
 }  // namespace
@@ -124,7 +125,7 @@ std::string explain(const Decision& decision, const Request& request, const Devi
     const bool widened = decision.family != nullptr && decision.widens_q;
     return (widened ? std::string("q of f8 is widened to ") + short_dtype(served.dtypes.q) + "; "
                     : std::string()) +
-           explanation_of(decision, served, device);
+           explanation_of(decision, served, request, device);
   });
 }
 

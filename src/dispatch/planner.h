@@ -47,7 +47,9 @@ bool can_run(const cuda::FamilyRow& family, const Device& device);
 
 // planner_cuda.cpp: the same questions for a CUDA device.
 Decision plan_cuda(const Request& request, const Device& device);
-std::string explain_cuda(const Decision& decision, const Request& request, const Device& device);
+// `asked` is the request of the caller, of which the family serves `request`.
+std::string explain_cuda(const Decision& decision, const Request& request, const Request& asked,
+                         const Device& device);
 std::string refuse_cuda(const Request& request, const Device& device);
 
 // Shared by both halves of the planner.

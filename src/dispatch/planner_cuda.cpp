@@ -151,8 +151,9 @@ Decision plan_cuda(const Request& request, const Device& device) {
   return decision;
 }
 
-std::string explain_cuda(const Decision& decision, const Request& request, const Device& device) {
-  std::string reason = why_not_faster(*decision.cuda_row, request, device);
+std::string explain_cuda(const Decision& decision, const Request& request, const Request& asked,
+                         const Device& device) {
+  std::string reason = why_not_faster(*decision.cuda_row, asked, device);
   if (reason.empty()) reason = "no family of the library is faster here";
   if (!decision.cuda_row->proved) {
     reason = device.gpu.proof_of(decision.family->name) != nullptr

@@ -91,6 +91,47 @@ TEST(PlannerCudaFloat8, QueriesAreWidened) {
             "q of f8 is widened to bf16; " + explained(wide, gpu_with(90)));
 }
 
+// Where products in float8 have a kernel, queries are not widened. Its workspace begins with no copy
+// of q, and has the transposed values: two sequences of 1000 keys, padded to 1024.
+TEST(PlannerCudaFloat8, HopperMultipliesInFloat8) {
+  const Device device = gpu_with(90);
+  for (const int64_t head_dim : {64, 128}) {
+    const Problem p = problem(TILEWISE_FLOAT8_E4M3, 2, 1000, 1000, 8, head_dim);
+    const Decision decision = plan(p, device);
+    ASSERT_EQ(decision.status, TILEWISE_OK);
+    EXPECT_EQ(kernel_name(decision, p), "cuda.wgmma.forward.f8") << explained(p, device);
+    EXPECT_EQ(decision.cuda.form, cuda::Form::plain);
+    EXPECT_EQ(decision.q_bytes, 0);
+    EXPECT_EQ(decision.cuda.value_bytes, 2 * 8 * head_dim * 1024);
+    EXPECT_EQ(kernel_name(plan(p, gpu_with(100)), p), "cuda.mma_sync.forward.bf16.f8");
+  }
+}
+
+TEST(PlannerCudaFloat8, OtherCallsWithFloat8QueriesSayWhyTheyAreWidened) {
+  const Problem p = problem(TILEWISE_FLOAT8_E4M3, 2, 1000, 1000);
+  const auto reason = [](const Problem& changed) {
+    const std::string text = explained(changed, gpu_with(90));
+    EXPECT_EQ(text.find("q of f8 is widened to bf16; bf16 on sm_90, "), 0u) << text;
+    return text.substr(text.find(": ") + 2);
+  };
+  const std::string faster = "cuda.wgmma would be faster, but ";
+  const std::string options =
+      faster + "for float8 it has no score option, mask, pages or out in float32";
+  Problem changed = p;
+  changed.softcap = 5.0f;
+  EXPECT_EQ(reason(changed), options);
+  changed = p;
+  changed.out_dtype = TILEWISE_OUT_FLOAT32;
+  EXPECT_EQ(reason(changed), options);
+  changed = p;
+  changed.heads_q = 16;
+  changed.seqlen_q = 256;
+  EXPECT_EQ(reason(changed),
+            "cuda.wgmma needs more rows in float8: it then neither packs heads nor splits keys");
+  EXPECT_EQ(reason(problem(TILEWISE_FLOAT8_E4M3, 2, 1000, 1000, 8, 256)),
+            faster + "its tiles of float8 have head dims up to 192, and 128 of values");
+}
+
 // The registry of this test has no kernel set for float8.
 TEST(PlannerCudaFloat8, SimtServesBuildsWithoutFloat8Kernels) {
   std::vector<const cuda::KernelSet*> kernel_sets;

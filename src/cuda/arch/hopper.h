@@ -88,11 +88,12 @@ struct Sm90a {
             .option_loops = false};
   }
   // The tile for float8. It has one form and one size, to keep the library small.
-  static constexpr WgmmaForwardTile float8_forward(int head_dim, Form form, TileSize size) {
-    if (form != Form::plain || size == TileSize::small || head_dim > 128) return {};
+  static constexpr WgmmaForwardTile float8_forward(int head_dim, int head_dim_v, Form form,
+                                                   TileSize size) {
+    if (form != Form::plain || size == TileSize::small || head_dim_v > 128) return {};
     return {.consumer_warpgroups = 2,
             .keys = 128,
-            .stages = 4,
+            .stages = head_dim <= 128 ? 4 : 2,
             .q_buffers = 2,
             .ping_pong = true,
             .overlap_tiles = false,

@@ -33,7 +33,7 @@ struct Config {
       : kGeneral ? Arch::general_backward(max(kHeadDim, kHeadDimV), kTileSize_)
                  : Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
   static constexpr arch::WgmmaForwardTile kForward =
-      kFloat8   ? Arch::float8_forward(max(kHeadDim, kHeadDimV), kForm_, kTileSize_)
+      kFloat8   ? Arch::float8_forward(kHeadDim, kHeadDimV, kForm_, kTileSize_)
       : kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
                 : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
   static constexpr ptx::Half16 kHalf =

@@ -50,8 +50,8 @@ WhyNot why_no_masked_form(const Request& request, const Gpu& gpu) {
 WhyNot why_no_float8(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   if (request.dtypes.q != TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
-  if (max(p.head_dim, p.head_dim_v) > kFloat8HeadDims.back())
-    return {.text = "its tiles of float8 have head dims up to 128"};
+  if (p.head_dim > kFloat8HeadDims.back().qk || p.head_dim_v > kFloat8HeadDims.back().v)
+    return {.text = "its tiles of float8 have head dims up to 192, and 128 of values"};
   if (p.mask != nullptr || is_general(p) || p.block_table != nullptr ||
       request.dtypes.out == TILEWISE_FLOAT32)
     return {.text = "for float8 it has no score option, mask, pages or out in float32"};

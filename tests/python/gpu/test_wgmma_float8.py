@@ -52,6 +52,7 @@ MULTIPLIED_IN_FLOAT8 = {
     "head dim 80/112": dict(head_dim=80, head_dim_v=112),
     "head dim 128": dict(head_dim=128, head_dim_v=128),
     "head dim 128, full": dict(head_dim=128, head_dim_v=128, keys=(400,) * 2, window=(-1, -1)),
+    "head dim 192/128": dict(head_dim=192, head_dim_v=128),
     "head dim 128, varlen": dict(rows=(130, 0, 3, 257), keys=(90, 20, 0, 300), varlen_q=True,
                                  varlen_k=True, head_dim=128, head_dim_v=128),
 }  # fmt: skip
