@@ -105,9 +105,10 @@ TensorMap map_of_keys(const Problem& p, const tilewise_tensor& view, int64_t col
                       int32_t box_rows);
 TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t columns,
                        int32_t box_rows);
-// Of transposed values (wgmma/transposed_values.h), [batches, heads_kv, head_dim_v, columns].
-TensorMap map_of_transposed_values(const Problem& p, void* values, int64_t batches,
-                                   int64_t columns, int32_t box_rows);
+// A tensor map of transposed values (wgmma/transposed_values.h), [batches, heads_kv, head_dim_v,
+// columns].
+TensorMap map_of_transposed_values(const Problem& p, void* values, int64_t batches, int64_t columns,
+                                   int32_t box_rows);
 
 // Number of CTAs for the NaN recompute of flagged tiles: one wave. The number is odd, because
 // flagged tiles are often a power of two apart, and with an even number few CTAs would get all of

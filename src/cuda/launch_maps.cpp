@@ -56,8 +56,8 @@ TensorMap map_of_pages(const Problem& p, const tilewise_tensor& view, int64_t co
   return map_of(p, view, {p.pages, p.page_size, p.heads_kv}, dtypes_of(p).kv, columns, box_rows);
 }
 
-TensorMap map_of_transposed_values(const Problem& p, void* values, int64_t batches,
-                                   int64_t columns, int32_t box_rows) {
+TensorMap map_of_transposed_values(const Problem& p, void* values, int64_t batches, int64_t columns,
+                                   int32_t box_rows) {
   const int64_t head = p.head_dim_v * columns;
   return map_of(p, {values, p.heads_kv * head, columns, head}, {batches, p.head_dim_v, p.heads_kv},
                 dtypes_of(p).kv, columns, box_rows);

@@ -108,8 +108,8 @@ Form forward_form(const Problem& p, const KernelSet& kernel_set) {
   if (fits_plain(p)) {
     if (kernel_set.tma.tma_forward.function != nullptr)
       return keys_are_mappable(p) ? Form::tma : Form::general;
-    const bool general = kernel_set.dtype == TILEWISE_FLOAT8_E4M3 && !kernel_set.has_plain_forward();
-    return general ? Form::general : Form::plain;
+    const bool float8 = kernel_set.dtype == TILEWISE_FLOAT8_E4M3;
+    return float8 && !kernel_set.has_plain_forward() ? Form::general : Form::plain;
   }
   const bool paged = !needs_general(p) && p.block_table != nullptr && rows_are_aligned(p);
   if (!paged) return Form::general;

@@ -54,8 +54,7 @@ Decision plan_cpu(const Request& request, const Device& device) {
 // Calls body(request) with the request that the family of a decision serves: the given one or one
 // with widened queries in `memory`.
 template <class Body>
-auto with_served(const Decision& decision, const Request& request, void* memory,
-                 const Body& body) {
+auto with_served(const Decision& decision, const Request& request, void* memory, const Body& body) {
   if (!decision.widens_q) return body(request);
   const Problem wide = WidenedQueries(request.problem).problem(memory);
   return body(Request(wide));
@@ -103,8 +102,7 @@ void launch(const Decision& decision, const Request& request, void* workspace,
             const Parallel& parallel) {
   with_served(decision, request, workspace, [&](const Request& served) {
     void* const rest = static_cast<char*>(workspace) + decision.q_bytes;
-    if (decision.widens_q)
-      widen_queries(request.problem, served.problem, decision, parallel);
+    if (decision.widens_q) widen_queries(request.problem, served.problem, decision, parallel);
     if (decision.on_gpu()) {
       decision.cuda_row->launch(served, decision.cuda, rest);
     } else {
@@ -115,9 +113,8 @@ void launch(const Decision& decision, const Request& request, void* workspace,
 
 std::string kernel_name(const Decision& decision, const Request& request) {
   if (decision.family == nullptr) return {};
-  return with_served(decision, request, nullptr, [&](const Request& served) {
-    return kernel_name_of(decision, served);
-  });
+  return with_served(decision, request, nullptr,
+                     [&](const Request& served) { return kernel_name_of(decision, served); });
 }
 
 std::string explain(const Decision& decision, const Request& request, const Device& device) {

@@ -16,8 +16,8 @@ struct Decision {
   const cuda::FamilyRow* cuda_row = nullptr;  // its row if it is a CUDA family
   cpu::Plan cpu{};                            // the plan of a CPU family
   cuda::Plan cuda{};                          // the plan of a CUDA family
-  bool widens_q = false;  // float8 queries: the family reads a 16-bit copy
-  int64_t q_bytes = 0;    // at the start of the workspace, for that copy
+  bool widens_q = false;                      // float8 queries: the family reads a 16-bit copy
+  int64_t q_bytes = 0;                        // at the start of the workspace, for that copy
 
   bool on_gpu() const { return cuda_row != nullptr; }
   int64_t workspace_bytes() const {

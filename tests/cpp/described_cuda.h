@@ -38,8 +38,7 @@ inline cuda::KernelSet hopper(cuda::KernelSet set, cuda::arch::TileSize size) {
   using cuda::arch::Sm90a;
   set.architecture = Sm90a::kTable;
   if (set.dtype == TILEWISE_FLOAT8_E4M3) {
-    const auto forward =
-        Sm90a::float8_forward(set.head_dim, set.head_dim_v, cuda::Form::plain, size);
+    const auto forward = Sm90a::float8_forward(set.head_dim, set.head_dim_v, size);
     set.forward_tile = {.rows = forward.rows(), .keys = forward.keys, .blocks_per_sm = 1};
     set.plain.tma_forward.function = [](cuda::TmaForwardParams) {};
     return set;

@@ -91,8 +91,8 @@ TEST(PlannerCudaFloat8, QueriesAreWidened) {
             "q of f8 is widened to bf16; " + explained(wide, gpu_with(90)));
 }
 
-// Where products in float8 have a kernel, queries are not widened. Its workspace begins with no copy
-// of q, and has the transposed values: two sequences of 1000 keys, padded to 1024.
+// Where products in float8 have a kernel, queries are not widened. Its workspace begins with no
+// copy of q, and has the transposed values: two sequences of 1000 keys, padded to 1024.
 TEST(PlannerCudaFloat8, HopperMultipliesInFloat8) {
   const Device device = gpu_with(90);
   for (const int64_t head_dim : {64, 128}) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/arch/tiles.h"
-#include "cuda/form.h"
 
 namespace tilewise::cuda::arch {
 
@@ -87,10 +86,9 @@ struct Sm90a {
             .producer_registers = 40,
             .option_loops = false};
   }
-  // The tile for float8. It has one form and one size, to keep the library small.
-  static constexpr WgmmaForwardTile float8_forward(int head_dim, int head_dim_v, Form form,
-                                                   TileSize size) {
-    if (form != Form::plain || size == TileSize::small || head_dim_v > 128) return {};
+  // The tile for float8. It has one size, to keep the library small.
+  static constexpr WgmmaForwardTile float8_forward(int head_dim, int head_dim_v, TileSize size) {
+    if (size == TileSize::small || head_dim_v > 128) return {};
     return {.consumer_warpgroups = 2,
             .keys = 128,
             .stages = head_dim <= 128 ? 4 : 2,

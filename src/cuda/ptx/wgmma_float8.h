@@ -43,32 +43,32 @@ struct WgmmaFloat8;
 
 // The instruction for N = n, with r sums per thread. Predicate p is scale-d, a constant that ptxas
 // sees.
-#define TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, how, accumulate, a_names, b_name, ...)                \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate                                   \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n                                     \
+#define TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, how, accumulate, a_names, b_name, ...)                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate                                    \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n                                      \
                "k32.f32.e4m3.e4m3 {" TILEWISE_NAMES##r "}, " a_names ", " b_name ", p, 1, 1;\n}" \
-               : TILEWISE_D##r(how, 0)                                                          \
+               : TILEWISE_D##r(how, 0)                                                           \
                : __VA_ARGS__, "l"(b))
 
 // x0 to x4 are the asm names of the operands that follow the sums.
-#define TILEWISE_WGMMA_FLOAT8(n, r, x0, x1, x2, x3, x4)                                          \
-  template <>                                                                                    \
-  struct WgmmaFloat8<n> {                                                                        \
-    using D = float (&)[r];                                                                      \
-    static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {                               \
-      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_SUM, "1", x0, x1, "l"(a));                      \
-    }                                                                                            \
-    static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                             \
-      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_RESULT, "0", x0, x1, "l"(a));                   \
-    }                                                                                            \
-    static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {                   \
-      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_SUM, "1", "{" x0 "," x1 "," x2 "," x3 "}", x4,  \
-                                  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                   \
-    }                                                                                            \
-    static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {                 \
-      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}",   \
-                                  x4, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));               \
-    }                                                                                            \
+#define TILEWISE_WGMMA_FLOAT8(n, r, x0, x1, x2, x3, x4)                                            \
+  template <>                                                                                      \
+  struct WgmmaFloat8<n> {                                                                          \
+    using D = float (&)[r];                                                                        \
+    static TILEWISE_DEVICE void add(D d, uint64_t a, uint64_t b) {                                 \
+      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_SUM, "1", x0, x1, "l"(a));                        \
+    }                                                                                              \
+    static TILEWISE_DEVICE void start(D d, uint64_t a, uint64_t b) {                               \
+      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_RESULT, "0", x0, x1, "l"(a));                     \
+    }                                                                                              \
+    static TILEWISE_DEVICE void add(D d, const uint32_t (&a)[4], uint64_t b) {                     \
+      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_SUM, "1", "{" x0 "," x1 "," x2 "," x3 "}", x4,    \
+                                  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                     \
+    }                                                                                              \
+    static TILEWISE_DEVICE void start(D d, const uint32_t (&a)[4], uint64_t b) {                   \
+      TILEWISE_WGMMA_FLOAT8_SHAPE(n, r, TILEWISE_RESULT, "0", "{" x0 "," x1 "," x2 "," x3 "}", x4, \
+                                  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                     \
+    }                                                                                              \
   };
 
 TILEWISE_WGMMA_FLOAT8(64, 32, "%32", "%33", "%34", "%35", "%36")

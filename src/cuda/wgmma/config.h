@@ -24,16 +24,21 @@ struct Config {
   static constexpr bool kGeneral = kForm_ == Form::general;
   static constexpr bool kMasked = kForm_ == Form::masked;
   static constexpr bool kFloat8 = Element::kDtype == TILEWISE_FLOAT8_E4M3;
-  // An element of out where q has 16 bits. Where q has 8, out is BF16 or F16: the kernel learns which
-  // at run time.
+  // An element of out where q has 16 bits. Where q has 8, out is BF16 or F16: the kernel learns
+  // which at run time.
   using Out = std::conditional_t<kFloat8, BF16, Element>;
   static constexpr arch::WgmmaBackwardTile kBackward =
       kFloat8    ? arch::WgmmaBackwardTile{}
-      : kMasked    ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
+      : kMasked  ? Arch::masked_backward(max(kHeadDim, kHeadDimV), kTileSize_)
       : kGeneral ? Arch::general_backward(max(kHeadDim, kHeadDimV), kTileSize_)
                  : Arch::backward(max(kHeadDim, kHeadDimV), kTileSize_);
+  // The library has float8 in the fast path alone.
+  static constexpr arch::WgmmaForwardTile float8_forward() {
+    if (kForm_ != Form::plain) return {};
+    return Arch::float8_forward(kHeadDim, kHeadDimV, kTileSize_);
+  }
   static constexpr arch::WgmmaForwardTile kForward =
-      kFloat8   ? Arch::float8_forward(kHeadDim, kHeadDimV, kForm_, kTileSize_)
+      kFloat8   ? float8_forward()
       : kMasked ? Arch::masked_forward(kHeadDim, kHeadDimV, kTileSize_)
                 : Arch::forward(kHeadDim, kHeadDimV, kTileSize_);
   static constexpr ptx::Half16 kHalf =

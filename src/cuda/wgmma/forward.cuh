@@ -50,8 +50,7 @@ struct ForwardConsumerRole {
 
   template <Option kOption>
   TILEWISE_DEVICE void run() const {
-    using Consumer =
-        std::conditional_t<C::kFloat8, Float8Consumer<C>, ForwardConsumer<C, kOption>>;
+    using Consumer = std::conditional_t<C::kFloat8, Float8Consumer<C>, ForwardConsumer<C, kOption>>;
     recompute_head = Consumer(p, shared, warpgroup).run();
   }
 };

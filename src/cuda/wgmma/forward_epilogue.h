@@ -37,10 +37,10 @@ TILEWISE_DEVICE EpilogueState<C> begin_epilogue(const TmaForwardParams& p,
                                                                      epilogue.l, weight, unit);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (RowMath::kIsBounded ? epilogue.l[0][h] > kOverflow
-                            : needs_recompute<C::kForward.keys, RowMath::kClampsExponents>(
-                                  p.problem, work_tile, at.row(0, h), softmax.m[0][h],
-                                  epilogue.l[0][h])) {
+    if (RowMath::kIsBounded
+            ? epilogue.l[0][h] > kOverflow
+            : needs_recompute<C::kForward.keys, RowMath::kClampsExponents>(
+                  p.problem, work_tile, at.row(0, h), softmax.m[0][h], epilogue.l[0][h])) {
       // Marks a row that has to be recomputed: by this CTA, or by the combine kernel if the results
       // are partial.
       epilogue.l[0][h] = -kMinusInfinity;

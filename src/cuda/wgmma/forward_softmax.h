@@ -63,8 +63,7 @@ struct RowSoftmax : RowSums {
   template <bool kWide, class Exponent>
   TILEWISE_DEVICE bool weigh(Scores& s, const Exponent& exponent) {
     const bool high = l[0][0] > kRescaleThreshold || l[0][1] > kRescaleThreshold;
-    float sums[2];
-    exponentiate(s, exponent, sums);
+    exponentiate(s, exponent);
     return kWide ? high : l[0][0] > kRescaleThresholdFp16 || l[0][1] > kRescaleThresholdFp16;
   }
 
@@ -107,14 +106,12 @@ struct RowSoftmax : RowSums {
       shrink[h] = kFirst ? 1.0f : ptx::ex2(before - m[0][h]);
       l[0][h] = kFirst ? 0.0f : l[0][h] * shrink[h];
     }
-    float sums[2];
-    exponentiate(s, exponent, sums);
+    exponentiate(s, exponent);
   }
 
  protected:
-  // Also returns what it adds to the two rows of l.
   template <class Exponent>
-  TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent, float (&sums)[2]) {
+  TILEWISE_DEVICE void exponentiate(Scores& s, const Exponent& exponent) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -130,8 +127,7 @@ struct RowSoftmax : RowSums {
         x[0] += s.x[0][n][2 * h];
         x[1] += s.x[0][n][2 * h + 1];
       }
-      sums[h] = x[0] + x[1];
-      l[0][h] += sums[h];
+      l[0][h] += x[0] + x[1];
     }
   }
 };

@@ -28,8 +28,8 @@ inline constexpr std::array kTables = {
 template <class Visit>
 constexpr void for_each_instance(Visit&& visit) {
   const auto instance = [&](const char* element, const HeadDims& d) {
-    visit(KernelInstance{
-        .table = "Sm90a", .element = element, .head_dim = d.qk, .head_dim_v = d.v});
+    visit(
+        KernelInstance{.table = "Sm90a", .element = element, .head_dim = d.qk, .head_dim_v = d.v});
   };
   for (const HeadDims& d : kHeadDims) instance("F16", d);
   for (const HeadDims& d : kHeadDims) instance("BF16", d);

@@ -102,8 +102,8 @@ class NanRecompute {
     return is_fp16_beside_float8() ? to_float(Half{x.bits}) : to_float(x);
   }
   TILEWISE_DEVICE void store_out(int32_t r, int column, float x) const {
-    out(r)[column] = is_fp16_beside_float8() ? OutStorage{from_float<Half>(x).bits}
-                                             : from_float<OutStorage>(x);
+    out(r)[column] =
+        is_fp16_beside_float8() ? OutStorage{from_float<Half>(x).bits} : from_float<OutStorage>(x);
   }
   // The same of rows in fp32: partial results, or out if the caller wants that in fp32.
   TILEWISE_DEVICE bool is_fp32() const {

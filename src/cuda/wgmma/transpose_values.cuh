@@ -93,8 +93,7 @@ void transpose_values(TILEWISE_PARAMETER TransposeParams params) {
                          (keys.first + first) * p.v.stride_row + head * p.v.stride_head,
                      keys.count - first, shared);
   ptx::sync_block();
-  uint8_t* const rows =
-      params.to + (batch * p.heads_kv + head) * p.head_dim_v * values.columns();
+  uint8_t* const rows = params.to + (batch * p.heads_kv + head) * p.head_dim_v * values.columns();
   store_transposed(p, rows + tile * TransposedValues::kTile, values.columns(), shared);
 }
 

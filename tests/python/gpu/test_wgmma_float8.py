@@ -72,7 +72,7 @@ def float8_products(device):
 
 @pytest.mark.abi
 @pytest.mark.parametrize("option", MULTIPLIED_IN_FLOAT8)
-def test_products_in_float8(option):
+def test_every_option_multiplies_in_float8(option):
     case = dataclasses.replace(BASE, **MULTIPLIED_IN_FLOAT8[option])
     b = Built(case)
     with_float8(b, factors=True, signed=option in ("causal", "varlen"), queries=True)
@@ -100,7 +100,7 @@ def test_a_nan_in_a_value_reaches_the_rows_that_see_it():
 
 @pytest.mark.abi
 @pytest.mark.parametrize("level", growing_scores.LEVELS)
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (300, 0)])
+@pytest.mark.parametrize("window", [(-1, -1), (300, 0)])
 def test_scores_that_grow(window, level):
     """m moves when weights would exceed the range of float8."""
     b = Built(
@@ -112,6 +112,20 @@ def test_scores_that_grow(window, level):
     with_float8(b, factors=False, queries=True)
     assert multiplies_in_float8(kernel_of(b)), kernel_of(b)
     growing_scores.check(b, run(b, backward=False), b.expected(), unit=2**-4)
+
+
+@pytest.mark.abi
+def test_the_largest_weight_of_a_row_is_not_rounded():
+    """Few weights of a row count where scores have a deviation of 3. With another largest weight
+    than a power of two the error is twice as large."""
+    b = Built(Case("fp16", rows=(128,), keys=(700,), heads_kv=2, head_dim=64, head_dim_v=64,
+                   spread=3.0))  # fmt: skip
+    with_float8(b, factors=False, queries=True)
+    want = b.expected().out
+    for target in capi.targets():
+        with capi.on(target):
+            error = run(b, backward=False).out - want
+        assert np.linalg.norm(error) <= 2**-6 * np.linalg.norm(want), target
 
 
 @pytest.mark.abi

@@ -46,8 +46,8 @@ UNIT = {"bf16": 2**-6, "fp16": 2**-9}
 
 
 def check(b: Built, got: Outcome, want: oracle.Result, unit: float | None = None) -> None:
-    """Compares out and lse; both stay finite where rows see a key. `unit` is relative to the largest
-    number of out, and by default that of the case's dtype."""
+    """Compares out and lse; both stay finite where rows see a key. `unit` is relative to the
+    largest number of out, and by default that of the case's dtype."""
     unit = unit or UNIT[b.case.dtype]
     assert np.isfinite(got.out).all()
     assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max()
