@@ -41,13 +41,16 @@ struct FamilyFacts {
   int32_t max_head_dim;                    // of q and k, and of v
   int32_t max_forward_head_dim = 0;        // if larger: of a forward with q of 16 bits
   int32_t max_backward_head_dim = 0;       // if larger: of a backward with q of 16 bits
+  int32_t max_float8_head_dim = 0;         // of q of float8, which has only forwards
 
   constexpr bool has(Pass pass, int32_t dtype) const {
     const bool has_tangents = pass == Pass::jvp || pass == Pass::second;
     return dtypes.contains(dtype) && passes.contains(pass) &&
+           (pass == Pass::forward || dtype != TILEWISE_FLOAT8_E4M3) &&
            (!has_tangents || tangent_dtypes.contains(dtype));
   }
   constexpr int32_t max_head_dim_of(Pass pass, int32_t dtype) const {
+    if (dtype == TILEWISE_FLOAT8_E4M3) return max_float8_head_dim;
     if (!kHalfDtypes.contains(dtype)) return max_head_dim;
     if (pass == Pass::forward) return max(max_head_dim, max_forward_head_dim);
     if (pass == Pass::backward) return max(max_head_dim, max_backward_head_dim);

@@ -50,8 +50,8 @@ WhyNot why_no_masked_form(const Request& request, const Gpu& gpu) {
 WhyNot why_no_float8(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   if (request.dtypes.q != TILEWISE_FLOAT8_E4M3) return {.text = "TMA does not convert float8"};
-  if (p.head_dim > kFloat8HeadDims.back().qk || p.head_dim_v > kFloat8HeadDims.back().v)
-    return {.text = "its tiles of float8 have head dims up to 192, and 128 of values"};
+  if (p.head_dim_v > kFloat8HeadDims.back().v)
+    return {.text = "its tiles of float8 have at most 128 columns of values"};
   if (p.mask != nullptr || is_general(p) || p.block_table != nullptr ||
       request.dtypes.out == TILEWISE_FLOAT32)
     return {.text = "for float8 it has no score option, mask, pages or out in float32"};
@@ -221,7 +221,8 @@ constexpr FamilyRow kFamily = {
               .requires_ = "Hopper, sm_90",
               .dtypes = DtypeSet::of(TILEWISE_FLOAT16, TILEWISE_BFLOAT16, TILEWISE_FLOAT8_E4M3),
               .passes = PassSet::of(Pass::forward, Pass::backward),
-              .max_head_dim = kHeadDims.back().qk},
+              .max_head_dim = kHeadDims.back().qk,
+              .max_float8_head_dim = kFloat8HeadDims.back().qk},
     .sm = {.first = 90, .last = 90},
     .table = table,
     .why_not = why_not,
