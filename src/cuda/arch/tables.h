@@ -38,9 +38,9 @@ constexpr ForwardTile latent_decode_tile(int keys, int stages, int blocks_per_sm
           .column_warps = 4};
 }
 
-// Eight warps hold dK and dV of 32 keys in half of their registers, at head dimension 512 half of
-// all registers of an SM: more keys or columns do not fit. With 99 KB of shared memory there is no
-// such tile: K and V of 32 keys alone take 64 KB, and 48 KB at head dimension 384.
+// At head dimension 512, dK and dV of 32 keys take half of the registers of an SM: a CTA can own no
+// more keys or columns. With 99 KB of shared memory there is no such tile, since K and V of 32 keys
+// alone take 64 KB, and 48 KB at head dimension 384.
 inline constexpr int kMaxBackwardColumns = 512;
 constexpr BackwardTile wide_backward_tile(int head_dim, int queries) {
   if (head_dim > kMaxBackwardColumns) return kNoBackward;

@@ -9,8 +9,8 @@
 // computes P and dS for itself. One stores those of keys 0 to 15 for all warps, the other the rest.
 //
 // Q and dO have one stage, since a second one does not fit, and each is loaded while the products
-// run that do not read it. In this order, whose bars are barriers of the CTA, each load has at
-// least a third of a step:
+// run that do not read it. In this order, whose bars are barriers of the CTA, each load has the
+// time of two of the five products:
 //   Q has arrived | S^T = K Q^T    dO has arrived | dP^T = V dO^T    P, dS to shared memory |
 //   dK += dS^T Q | load Q of the next tile    dV += P^T dO | load dO of the next tile    dQ = dS K
 #pragma once

@@ -23,7 +23,8 @@
 // dS and P are double-buffered, so that this is the only barrier. With 2 stages a second barrier
 // opens the step, and Q and dO of tile i + 1 are copied beside S and dP; with 1 stage tile i + 1 is
 // copied at the end of the step. Without an early barrier the barrier follows the products of dK
-// with the warp's own queries.
+// with the warp's own queries. Head dimensions above 256 have another order of dK, dV and copies
+// (backward_column_warps.cuh).
 #pragma once
 
 #include "cuda/common/exponent_scale.h"
