@@ -132,6 +132,14 @@ def over_float8(dtype: str) -> Iterator[Shape]:
     nan = Shape(f"{dtype}-f8-nan", dtype, nan=True, float8=True, backward=False)
     yield nan
     yield replace(nan, name=f"{dtype}-f8-odd", head_dim=37, head_dim_v=51, check=True)
+    if dtype == "bf16":  # products in float8 on Hopper, whatever 16-bit type out has
+        for dim in (64, 128, 192):
+            products = replace(general, name=f"f8-products-d{dim}", head_dim=dim, group=1,
+                               head_dim_v=min(dim, 128), float8_queries=True)  # fmt: skip
+            yield products
+            yield replace(products, name=f"{products.name}-nan", nan=True)
+            yield replace(products, name=f"{products.name}-varlen", rows=(3, 0, 130, 170),
+                          keys=(90, 20, 0, 140), varlen=True, window=(-1, -1))  # fmt: skip
     yield replace(nan, name=f"{dtype}-f8-simt", head_dim=300, rows=(40,), keys=(80,), heads_kv=1)
 
 

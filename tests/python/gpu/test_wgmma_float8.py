@@ -76,6 +76,8 @@ def test_every_option_multiplies_in_float8(option):
     case = dataclasses.replace(BASE, **MULTIPLIED_IN_FLOAT8[option])
     b = Built(case)
     with_float8(b, factors=True, signed=option in ("causal", "varlen"), queries=True)
+    if case.head_dim > 128 and devices.current().name == "emulator":
+        pytest.skip("the emulator's usual build has no tile of this head dimension")
     assert multiplies_in_float8(kernel_of(b)), kernel_of(b)
     check_built(b)
 
