@@ -11,7 +11,6 @@ problem. The error is that of the output against fp64 on the dequantised tensors
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,50 +65,66 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / factor[:, None, :, None]).to(torch.float8_e4m3fn), factor
 
 
-def calls_of(point: Point, device: str) -> dict[str, Callable[[], Any]]:
-    """The contestants, on the same numbers."""
-    shape = (point.tokens // point.rows, point.rows, HIDDEN // point.head_dim, point.head_dim)
-    q, k, v = (bench_options.draw(device, *shape) for _ in range(3))
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = map(quantized, (q, k, v))
-    float8 = functools.partial(
-        tilewise.attention, q8, k8, v8, causal=point.causal, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
-    calls: dict[str, Callable[[], Any]] = {
-        "float8": float8,
-        "bf16": lambda: tilewise.attention(q, k, v, causal=point.causal),
-    }
-    if device == "cuda":
-        heads = [x.transpose(1, 2) for x in (q, k, v)]
-        calls["cuDNN bf16"] = lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *heads, None, False, 0.0, point.causal, False
+@dataclass(frozen=True)
+class Inputs:
+    """[batch, row, head, column] in bf16, and the same numbers in float8 with their factors."""
+
+    wide: tuple[Tensor, Tensor, Tensor]
+    narrow: tuple[Tensor, Tensor, Tensor]
+    factors: tuple[Tensor, Tensor, Tensor]
+    causal: bool
+
+    @classmethod
+    def of(cls, point: Point, device: str) -> Inputs:
+        torch.manual_seed(point.rows)
+        shape = (point.tokens // point.rows, point.rows, HIDDEN // point.head_dim, point.head_dim)
+        q, k, v = (bench_options.draw(device, *shape) for _ in range(3))
+        (q8, a), (k8, b), (v8, c) = map(quantized, (q, k, v))
+        return cls((q, k, v), (q8, k8, v8), (a, b, c), point.causal)
+
+    def in_float8(self) -> Tensor:
+        """The output, in bf16."""
+        names = ("q_descale", "k_descale", "v_descale")
+        factors = dict(zip(names, self.factors, strict=True))
+        return tilewise.attention(*self.narrow, causal=self.causal, **factors)
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """The contestants."""
+        calls: dict[str, Callable[[], Any]] = {
+            "float8": self.in_float8,
+            "bf16": lambda: tilewise.attention(*self.wide, causal=self.causal),
+        }
+        if self.wide[0].is_cuda:
+            heads = [x.transpose(1, 2) for x in self.wide]
+            calls["cuDNN bf16"] = lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *heads, None, False, 0.0, self.causal, False
+            )
+        return calls
+
+    def error(self) -> float:
+        """Relative Frobenius error of out against fp64, of one head of the first sequence."""
+        out = self.in_float8()[0, :, 0].double()
+        q, k, v = (
+            x[0, :, 0].double() * factor[0, 0]
+            for x, factor in zip(self.narrow, self.factors, strict=True)
         )
-    return calls
-
-
-def error(point: Point, device: str) -> float:
-    """Relative Frobenius error of out against fp64, of one head of the first sequence."""
-    torch.manual_seed(point.rows)
-    shape = (1, min(point.rows, 4096), 1, point.head_dim)
-    x = [bench_options.draw(device, *shape) for _ in range(3)]
-    (q, a), (k, b), (v, c) = map(quantized, x)
-    out = tilewise.attention(
-        q, k, v, causal=point.causal, q_descale=a, k_descale=b, v_descale=c
-    ).double()
-    wide = [(y.double() * f[:, None, :, None]).transpose(1, 2) for y, f in ((q, a), (k, b), (v, c))]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=point.causal)
-    exact = exact.transpose(1, 2)
-    return float((out - exact).norm() / exact.norm())
+        scores = q @ k.T * q.shape[-1] ** -0.5
+        if self.causal:
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            scores.masked_fill_(hidden, -torch.inf)
+        exact = scores.softmax(-1) @ v
+        return float((out - exact).norm() / exact.norm())
 
 
 def measure(point: Point, clock: gpu_timing.Clock, device: str, rounds: int) -> dict[str, Any]:
     """The row of one point."""
-    times = {n: t.median for n, t in clock.interleave(calls_of(point, device), rounds).items()}
+    inputs = Inputs.of(point, device)
+    times = {n: t.median for n, t in clock.interleave(inputs.calls(), rounds).items()}
     return {
         "name": point.name,
         "tflops": {name: point.flop / time / 1e9 for name, time in times.items()},
         "of_bf16": times["bf16"] / times["float8"],
-        "error": error(point, device),
+        "error": inputs.error(),
     }
 
 

@@ -1,6 +1,7 @@
 #include "emulator/wgmma.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "emulator/block.h"
@@ -137,11 +138,30 @@ void multiply(float (&sums)[Products::kRows][Products::kMaxColumns], const RowsO
   }
 }
 
-// Sums of float8 products keep some 14 bits: those below are truncated.
-void truncate(float (&sums)[Products::kRows][Products::kMaxColumns], int columns) {
-  constexpr uint32_t kKept = ~((1u << 10) - 1);
-  for (auto& row : sums) {
-    for (int j = 0; j < columns; ++j) row[j] = float_of(bits_of(row[j]) & kKept);
+// The same as tensor cores sum float8 products (arXiv 2412.19437, section 3.5.2): the terms of a
+// sum are shifted to the exponent of the largest one, keep 14 bits, and are added exactly.
+void multiply_aligned(float (&sums)[Products::kRows][Products::kMaxColumns], const RowsOfA& a,
+                      const float (&b)[Products::kMaxDepth][Products::kMaxColumns], int columns,
+                      int depth) {
+  constexpr int kBits = 14;
+  for (int i = 0; i < Products::kRows; ++i) {
+    for (int j = 0; j < columns; ++j) {
+      float terms[Products::kMaxDepth + 1];
+      terms[depth] = sums[i][j];
+      float largest = std::abs(terms[depth]);
+      for (int k = 0; k < depth; ++k) {
+        terms[k] = a[i][k] * b[k][j];
+        largest = std::max(largest, std::abs(terms[k]));
+      }
+      if (largest == 0.0f || !std::isfinite(largest)) {  // also NaN: nothing is aligned
+        for (int k = 0; k < depth; ++k) sums[i][j] += terms[k];
+        continue;
+      }
+      const float unit = std::ldexp(1.0f, std::ilogb(largest) + 1 - kBits);
+      float units = 0.0f;  // at most (kMaxDepth + 1) * 2^14: exact
+      for (int k = 0; k <= depth; ++k) units += std::trunc(terms[k] / unit);
+      sums[i][j] = units * unit;
+    }
   }
 }
 
@@ -285,8 +305,8 @@ void Products::execute(Product& product) {
   if (!o.add) {
     for (auto& row : sums.sums) std::fill_n(row, o.n, 0.0f);
   }
-  multiply(sums.sums, a, matrix_b(o).values, o.n, o.depth());
-  if (o.type == OperandType::float8 && block().options().truncate_sums) truncate(sums.sums, o.n);
+  const bool aligned = o.type == OperandType::float8 && block().options().truncate_sums;
+  (aligned ? multiply_aligned : multiply)(sums.sums, a, matrix_b(o).values, o.n, o.depth());
   product.done = true;
   ++block().counts().warpgroup_products;
 }

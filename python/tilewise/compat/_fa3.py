@@ -84,17 +84,20 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
         )
 
 
-def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """New q and k, whose product is q . k + qv . v.
+def _absorb(
+    q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New q and k, whose product is q . k + qv . v, and v as the first columns of this k.
 
     Kernels read keys from one tensor. In a latent cache the columns of k follow those of v, and
     nothing is copied; otherwise v and k are.
     """
     _check_qv(q, v, qv)
     if qv is None:
-        return q, k
+        return q, k, v
     keys = _latent_keys(k, v)
-    return torch.cat((qv, q), dim=-1), torch.cat((v, k), dim=-1) if keys is None else keys
+    keys = torch.cat((v, k), dim=-1) if keys is None else keys
+    return torch.cat((qv, q), dim=-1), keys, keys[..., : v.shape[-1]]
 
 
 def _latent_keys(k: Tensor, v: Tensor) -> Optional[Tensor]:
@@ -150,7 +153,7 @@ def attend_dense(
         softcap=softcap,
         deterministic=deterministic,
     )
-    q, k = _absorb(q, k, v, qv)
+    q, k, v = _absorb(q, k, v, qv)
     factors = (q_descale, k_descale, v_descale)
     options = _with_factors(options_of(q, **common), q, k, q.shape[0], factors)._replace(
         num_splits=splits_of(num_splits),
@@ -203,7 +206,7 @@ def attend_varlen(
         softcap=softcap,
         deterministic=deterministic,
     )
-    q, k = _absorb(q, k, v, qv)
+    q, k, v = _absorb(q, k, v, qv)
     factors, batch = (q_descale, k_descale, v_descale), batch_of(cu_seqlens_q)
     options = _with_factors(options_of(q, **common), q, k, batch, factors)
     options = options._replace(num_splits=splits_of(num_splits))
@@ -305,10 +308,10 @@ def attend_cached(
     q, options = _kvcache_torch.append(
         q, k_cache, v_cache, options, new, single_position=False if chunk else None
     )
-    q, keys = _absorb(q, k_cache, v_cache, qv)
+    q, keys, values = _absorb(q, k_cache, v_cache, qv)
     if chunk == 0:
-        return attend(q, keys, v_cache, options)
-    return _attend_cache_chunks(q, keys, v_cache, options, chunk, batch, max_seqlen_q)
+        return attend(q, keys, values, options)
+    return _attend_cache_chunks(q, keys, values, options, chunk, batch, max_seqlen_q)
 
 
 def _pages_of(

@@ -35,6 +35,8 @@ class PageRows {
   static constexpr int kLanesPerRow = Lanes::kStride;
   static_assert(kLanesPerRow <= ptx::kWarpSize);
   static constexpr int kLookUps = static_cast<int>(ceil_div(Lanes::kPasses, kLanesPerRow));
+  // Otherwise some lanes have no row to look up.
+  static constexpr bool kLanesAreFull = Lanes::kPasses % kLanesPerRow == 0;
 
   // Tile `last` is the first one to be loaded.
   TILEWISE_DEVICE PageRows(const ForwardParams& p, const QueryTile& q_tile, int32_t last)
@@ -70,10 +72,11 @@ class PageRows {
     const int32_t end = static_cast<int32_t>(kv.first) + q_tile.tiles.keys;
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
-      const int32_t row = first + lanes.row_of(lanes.chunk + i * kLanesPerRow);
+      const int row_in_tile = lanes.row_of(lanes.chunk + i * kLanesPerRow);
+      const int32_t row = first + row_in_tile;
       rows_[i] = size_.remainder(row);
       pages_[i] = 0;
-      if (has_tile(tile) && row < end) {
+      if (has_tile(tile) && row < end && (kLanesAreFull || row_in_tile < C::kForward.keys)) {
         const auto page = static_cast<uint32_t>(kv.pages[size_.quotient(row)]);
         pages_[i] = static_cast<int32_t>(min(page, kv.last_page));
         highest_ = max(highest_, page);

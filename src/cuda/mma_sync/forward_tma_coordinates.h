@@ -138,10 +138,12 @@ class PagedCoordinates {
   }
 
  private:
-  // Entries without a valid key are not looked up.
+  // Entries without a valid key of the tile are not looked up.
   TILEWISE_DEVICE uint32_t look_up(int32_t tile) {
-    const int32_t row = tile * kKeys + ptx::lane_index() * box_rows_;
-    if (tile < first_ || row >= keys_) return static_cast<uint32_t>(kOutOfBounds);
+    const int32_t row_in_tile = ptx::lane_index() * box_rows_;
+    const int32_t row = tile * kKeys + row_in_tile;
+    if (tile < first_ || row_in_tile >= kKeys || row >= keys_)
+      return static_cast<uint32_t>(kOutOfBounds);
     const uint32_t page = ptx::ld_global_b32(table_ + size_.quotient(row));
     highest_ = max(highest_, page);
     return min(page, last_page_);

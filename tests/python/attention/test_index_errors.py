@@ -245,8 +245,14 @@ SINGLE = [
 ]
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse"])
 @pytest.mark.parametrize("case, name, at, value", SINGLE)
-def test_one_entry(case, name, at, value):
+def test_one_entry(case, name, at, value, order, device, monkeypatch):
+    """`order`: in which the emulator runs CTAs. The first one that finds a fault records it."""
+    if device.name == "emulator":
+        monkeypatch.setenv("TILEWISE_EMULATOR_ORDER", order)
+    elif order != "forward":
+        pytest.skip("the order of CTAs is that of the device")
     b = Built(case)
     last_error()
     b.meta[name][at] = value

@@ -13,7 +13,7 @@ import devices
 import growing_scores
 import tilewise
 import yardstick
-from bounds import check_lse, check_out
+from bounds import LSE_LOW, check_lse, check_out
 from cases import Built, Case, run
 from float8_cases import (
     check_built,
@@ -103,17 +103,23 @@ def test_a_nan_in_a_value_reaches_the_rows_that_see_it():
 @pytest.mark.abi
 @pytest.mark.parametrize("level", growing_scores.LEVELS)
 @pytest.mark.parametrize("window", [(-1, -1), (300, 0)])
-def test_scores_that_grow(window, level):
+@pytest.mark.parametrize("share", [1.0, 1 / 16])
+def test_scores_that_grow(share, window, level, device):
     """m moves when weights would exceed the range of float8."""
+    exact = device.name == "emulator"  # by default
+    if share == 1.0 and not exact:
+        pytest.skip("tensor cores lose what is small beside a product of 64 and more")
     b = Built(
         dataclasses.replace(
             BASE, rows=(600,), keys=(600,), heads_kv=1, scale=1.0, window=window, seed=2
         )
     )
-    growing_scores.add_level(b, level)
+    growing_scores.add_level(b, level, share)
     with_float8(b, factors=False, queries=True)
     assert multiplies_in_float8(kernel_of(b)), kernel_of(b)
-    growing_scores.check(b, run(b, backward=False), b.expected(), unit=2**-4)
+    # 64 products, each truncated to 14 bits of the largest one.
+    lse_unit = LSE_LOW if exact else 64 * 2**-13
+    growing_scores.check(b, run(b, backward=False), b.expected(), unit=2**-4, lse_unit=lse_unit)
 
 
 @pytest.mark.abi
@@ -147,7 +153,7 @@ def test_scores_beyond_the_range_of_exponents_are_recomputed():
 
 @pytest.mark.abi
 def test_sums_of_14_bits_end_after_a_key_tile(monkeypatch, device):
-    """With one sum over all keys, means of positive values would be 1.4e-3 smaller."""
+    """Each key tile has a sum of its own, so that means of positive values lose little."""
     if device.name != "emulator":
         pytest.skip("an emulated GPU may keep all bits")
     b = Built(Case("fp16", rows=(80,), keys=(2000,), head_dim=64, head_dim_v=64))
@@ -158,7 +164,7 @@ def test_sums_of_14_bits_end_after_a_key_tile(monkeypatch, device):
     for sums in ("rounded", "truncated"):
         monkeypatch.setenv("TILEWISE_EMULATOR_SUMS", sums)
         outs.append(run(b, backward=False).out)
-    assert 0 < 1 - (outs[1] / outs[0]).mean() < 2**-12
+    assert 0 < 1 - (outs[1] / outs[0]).mean() < 2**-10
 
 
 # --- accuracy over long sequences -----------------------------------------------------------------

@@ -33,25 +33,28 @@ def place_of(b: Built, sequence: int, key: int) -> tuple[int, ...]:
     return (sum(case.keys[:sequence]) + key,) if case.varlen_k else (sequence, key)
 
 
-def add_level(b: Built, level: str) -> None:
-    """Adds the amounts to the scores of a case whose scale is 1."""
+def add_level(b: Built, level: str, share: float = 1.0) -> None:
+    """Adds the amounts, or this share of them, to the scores of a case whose scale is 1."""
     b.q.mul_(0.25)
     b.q[..., 0] = 1
     for sequence, keys in enumerate(b.case.keys):
         for key in range(keys):
-            b.k[place_of(b, sequence, key)][..., 0] = LEVELS[level](key // TILE)
+            b.k[place_of(b, sequence, key)][..., 0] = share * LEVELS[level](key // TILE)
 
 
 UNIT = {"bf16": 2**-6, "fp16": 2**-9}
 
 
-def check(b: Built, got: Outcome, want: oracle.Result, unit: float | None = None) -> None:
+def check(
+    b: Built, got: Outcome, want: oracle.Result, unit: float | None = None,
+    lse_unit: float = LSE_LOW,
+) -> None:  # fmt: skip
     """Compares out and lse; both stay finite where rows see a key. `unit` is relative to the
-    largest number of out, and by default that of the case's dtype."""
+    largest number of out, and by default that of the case's dtype; `lse_unit` to that of lse."""
     unit = unit or UNIT[b.case.dtype]
     assert np.isfinite(got.out).all()
     assert np.abs(got.out - want.out).max() <= unit * np.abs(want.out).max()
     seen = np.isfinite(want.lse)
     assert np.array_equal(seen, np.isfinite(got.lse))
     size = max(1.0, np.abs(want.lse[seen]).max())
-    assert np.abs(got.lse[seen] - want.lse[seen]).max() <= LSE_LOW * size
+    assert np.abs(got.lse[seen] - want.lse[seen]).max() <= lse_unit * size
