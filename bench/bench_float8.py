@@ -11,6 +11,7 @@ problem. The error is that of the output against fp64 on the dequantised tensors
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from tilewise.cli.progress import Progress
 
 HEAD_DIMS = (64, 128)
 COLUMNS = ("float8", "bf16", "cuDNN bf16")
+WRONG = 4e-2  # an error; weights rounded to four bits have 2.4e-2
 
 
 @dataclass(frozen=True)
@@ -145,18 +147,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = gpu_arguments.parsed(made, arguments)
     points = [p for p in grid(given.device) if bench_gpu.matches(p.name, given.points)]
-    if not gpu_arguments.measures(given, [p.name for p in points], "bench_float8.py"):
+    if not gpu_arguments.measures(given, [p.name for p in points], "bench_float8"):
         return 0
-    clock = gpu_timing.Clock(given.device)
+    clock, started = gpu_timing.Clock(given.device), time.monotonic()
     rows: list[dict[str, Any]] = []
     result = {"machine": bench_gpu.machine(given.device), "rows": rows}
     with Progress(len(points), "problems") as bar:
         for point in points:
+            if given.time_limit and time.monotonic() - started > given.time_limit:
+                break
             rows.append(measure(point, clock, given.device, given.rounds))
             bench_gpu.write(result, given.json)
             bar.update(point=point.name)
     show(rows)
-    return 0
+    wrong = [row["name"] for row in rows if not row["error"] < WRONG]
+    if wrong:
+        print(f"WRONG results: {', '.join(wrong)}")
+    left = [point.name for point in points[len(rows) :]]
+    if left:
+        print(f"not measured for lack of time: {', '.join(left)}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from tilewise.cli.progress import Progress
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
 SCALE = 192**-0.5
-WRONG = 3e-2  # torch's error, whose scores and weights are bf16, is 1.1e-2
+WRONG = 5e-2  # relative to the largest number of out; torch has scores and weights in bf16
 HEADS = (16, 64, 128)
 BATCHES = (1, 4, 16, 64, 128)
 KEYS = (1024, 4096, 16384, 65536)
@@ -165,7 +165,9 @@ def flash_mla(x: Inputs) -> Call:
 
 
 def error(case: Case, x: Inputs, name: str, call: Call) -> float:
-    """The largest error of the first sequence on the first cache, against float64."""
+    """The largest error of the first sequence on the first cache, against float64, relative to the
+    largest number of the output.
+    """
     keys = x.caches[0][0, :, 0]
     if name.endswith("page64"):
         keys = x.paged[0][x.table[0].long()].flatten(0, 1)[:, 0]
@@ -175,7 +177,7 @@ def error(case: Case, x: Inputs, name: str, call: Call) -> float:
     hidden = torch.arange(case.keys, device=k.device) > last[:, None]
     p = torch.softmax(s.masked_fill(hidden[:, None], -math.inf), -1)
     want = torch.einsum("nhm,md->nhd", p, k[:, :HEAD_DIM_V])
-    return (call(0)[0].double() - want).abs().max().item()
+    return ((call(0)[0].double() - want).abs().max() / want.abs().max()).item()
 
 
 def measure(case: Case, device: str, rounds: int, clock: gpu_timing.Clock) -> dict[str, Any]:

@@ -264,7 +264,8 @@ def head_sizes(
         )
     for name, size in (("q", head_dim), ("v", head_dim_v)):
         if size < 1 or size > largest:
-            where = "" if largest == MAX_HEAD_DIM else f" on a GPU (1..{MAX_HEAD_DIM} on a CPU)"
+            where = f" for this dtype on a GPU (1..{MAX_HEAD_DIM} in 16 bits, and on a CPU)"
+            where = "" if largest == MAX_HEAD_DIM else where
             raise ValueError(f"{name} has head dimension {size}, but must be 1..{largest}{where}")
 
 

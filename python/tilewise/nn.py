@@ -28,7 +28,7 @@ class FlashAttention(torch.nn.Module):
     deterministic and tf32 are those of ``tilewise.attention``.
 
     Args:
-        head_dim: Columns of q and k, 1..576, on a GPU 1..512.
+        head_dim: Columns of q and k, 1..576; on a GPU 1..512 in fp32 and for gradients.
         dropout_p: Probability of dropping a weight, used only in training mode.
         layout: "bhsd" [batch, heads, seqlen, head_dim], or "bshd" with heads and seqlen exchanged.
         scale: Initial value of the scale; None is 1 / sqrt(head_dim).
@@ -200,7 +200,7 @@ class MultiheadAttention(torch.nn.Module):
         embed_dim: Columns of input and output.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of num_heads; None is num_heads.
-        head_dim: Columns of a head, 1..576, on a GPU 1..512; None is embed_dim / num_heads.
+        head_dim: Columns of a head, 1..576; on a GPU 1..512 in fp32 and for gradients; None is embed_dim / num_heads.
         bias: Whether the projections have a bias.
         causal: Whether row i sees only rows 0..i.
         window: As in ``tilewise.attention``.

@@ -48,7 +48,7 @@ TILEWISE_FN int64_t group_size(const Problem& p) { return p.heads_q / p.heads_kv
 TILEWISE_FN bool values_are_in_keys(const Problem& p) {
   return p.v.data == p.k.data && p.head_dim_v <= p.head_dim &&
          p.v.stride_batch == p.k.stride_batch && p.v.stride_row == p.k.stride_row &&
-         p.v.stride_head == p.k.stride_head;
+         (p.heads_kv == 1 || p.v.stride_head == p.k.stride_head);
 }
 
 // Query rows of all sequences, in the order of out and lse: batch * seqlen_q, or the rows of the

@@ -43,14 +43,16 @@ const cuda::FamilyRow* faster_than(const cuda::FamilyRow& chosen, const Request&
   return found != rows.end() ? *found : nullptr;
 }
 
-// Why the next faster family that this GPU has does not serve the request; empty if there is none.
-std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& request,
-                           const Device& device) {
-  const Problem& p = request.problem;
+// Why the next faster family that this GPU has does not serve the request, which differs from the
+// one that was `asked` where q has been widened; empty if there is none.
+std::string why_not_faster(const cuda::FamilyRow& chosen, const Request& widened,
+                           const Request& asked, const Device& device) {
   const int32_t sm = device.gpu.sm;
-  const cuda::FamilyRow* faster = faster_than(chosen, request, device);
+  const cuda::FamilyRow* faster = faster_than(chosen, widened, device);
   if (faster == nullptr) return {};
   const FamilyFacts& facts = faster->facts;
+  const Request& request = facts.dtypes.contains(asked.dtypes.q) ? asked : widened;
+  const Problem& p = request.problem;
   if (sm >= faster->sm.first && !faster->serves_on(device.gpu))
     return std::string(facts.name) + " is in the library, but not proved on this GPU " +
            "(see tilewise doctor --prove)";
@@ -153,7 +155,7 @@ Decision plan_cuda(const Request& request, const Device& device) {
 
 std::string explain_cuda(const Decision& decision, const Request& request, const Request& asked,
                          const Device& device) {
-  std::string reason = why_not_faster(*decision.cuda_row, asked, device);
+  std::string reason = why_not_faster(*decision.cuda_row, request, asked, device);
   if (reason.empty()) reason = "no family of the library is faster here";
   if (!decision.cuda_row->proved) {
     reason = device.gpu.proof_of(decision.family->name) != nullptr

@@ -93,7 +93,7 @@ TEST(PlannerCuda, WhyNamesTheKernelAndTheFasterFamily) {
   EXPECT_EQ(why(gpu_with(90), problem(TILEWISE_BFLOAT16, 16, 2048, 2048, 8, 68)),
             "bf16 on sm_90, tile 128x64 for head_dim 96 of table sm_90, general form: cuda.wgmma "
             "would be faster, but TMA needs rows that start at multiples of 16 bytes and "
-            "head dims that are multiples of 8");
+            "head dims that are multiples of 8, in float8 of 16");
   EXPECT_EQ(why(gpu_with(75), problem(TILEWISE_BFLOAT16, 16)),
             "bf16 on sm_75, tile 64x64 for head_dim 128: cuda.mma_sync would be faster, but the "
             "tensor cores of sm_75 compute no bf16");

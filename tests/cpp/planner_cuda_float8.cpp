@@ -89,6 +89,11 @@ TEST(PlannerCudaFloat8, QueriesAreWidened) {
   EXPECT_EQ(kernel_name(decision, p), "cuda.mma_sync.forward.bf16.f8");
   EXPECT_EQ(explained(p, gpu_with(90)),
             "q of f8 is widened to bf16; " + explained(wide, gpu_with(90)));
+  // Likewise where a family that never reads float8 queries is the faster one.
+  EXPECT_EQ(
+      explained(problem(TILEWISE_FLOAT8_E4M3, 2, 100, 1000, 8, 320), gpu_with(90)),
+      "q of f8 is widened to bf16; " +
+          explained(with_float8(problem(TILEWISE_BFLOAT16, 2, 100, 1000, 8, 320)), gpu_with(90)));
 }
 
 // Where products in float8 have a kernel, queries are not widened. Its workspace begins with no

@@ -80,7 +80,7 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
     if q.shape[-1] + v.shape[-1] > limit:
         raise NotImplementedError(
             f"qv makes a score of {q.shape[-1]} + {v.shape[-1]} products, but kernels of "
-            f"{q.device.type} support at most {limit}"
+            f"{q.device.type} support at most {limit} in {q.dtype}"
         )
 
 

@@ -188,13 +188,13 @@ class RowPipeline {
     if constexpr (Plan::kColumnWarps > 1) {
       copy(p, RowOperand::q, stage, exists);
       copy(p, RowOperand::d_out, stage, exists);
-      return;
+    } else {
+      if (exists) {
+        copy_q(p, stage);
+        copy_d_out(p, stage);
+      }
+      tile::commit<typename C::Arch>();
     }
-    if (exists) {
-      copy_q(p, stage);
-      copy_d_out(p, stage);
-    }
-    tile::commit<typename C::Arch>();
   }
 
  private:

@@ -8,7 +8,7 @@
 //             cp.async (KvPipeline; on sm_75 with plain loads).
 //   wide      from 257 columns on, two warps have the same rows and divide the columns
 //             (forward_column_warps.h).
-//   latent    as wide, over the first rows of a cache whose values are columns of its keys
+//   latent    as wide, over a latent cache, whose values are the first columns of its keys
 //             (LatentPipeline); with few query rows, four warps divide the columns.
 //   fp32      as prefill, but threads also split each tile into tf32 pairs (Tf32SplitPipeline).
 //   decode    one warp has all rows, or two split the keys (forward_warp_split.h). With TMA each

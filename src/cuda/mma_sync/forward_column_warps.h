@@ -7,7 +7,7 @@
 // of the rows for itself. Then it sums its columns of V. With 16 rows per warp the exchange of a
 // tile of 64 keys at head dimension 512 moves 8 KB, and the operands that a warp loads 72 KB.
 //
-// What both would do to memory is divided: a warp copies and prepares its `kOwnRows`, and the first
+// What all would do to memory is divided: a warp copies and prepares its `kOwnRows`, and the first
 // one stores lse.
 #pragma once
 

@@ -55,6 +55,8 @@ WhyNot why_no_float8(const Request& request, const Gpu& gpu) {
   if (p.mask != nullptr || is_general(p) || p.block_table != nullptr ||
       request.dtypes.out == TILEWISE_FLOAT32)
     return {.text = "for float8 it has no score option, mask, pages or out in float32"};
+  if (TransposedValues{p}.columns() > INT32_MAX)
+    return {.text = "its copy of float8 values has 2^31 columns or more"};
   if (packs_or_splits(p, gpu))
     return {.text = "needs more rows in float8: it then neither packs heads nor splits keys",
             .would_be_faster = false};
@@ -64,14 +66,15 @@ WhyNot why_no_float8(const Request& request, const Gpu& gpu) {
 WhyNot why_not(const Request& request, const Gpu& gpu) {
   const Problem& p = request.problem;
   const bool forward = request.is(Pass::forward);
-  if (p.mask != nullptr) {
+  const bool float8 = request.dtypes.kv == TILEWISE_FLOAT8_E4M3;
+  if (p.mask != nullptr && !float8) {
     if (const WhyNot why = why_no_masked_form(request, gpu)) return why;
   }
   if (const WhyNot why = why_no_max_logits(request)) return why;
   if (forward && has_few_rows(p))
     return {.text = "needs more rows: its tiles have 64", .would_be_faster = false};
   if (gpu.table != 0) return {.text = "a tile table is forced"};  // of another family
-  if (request.dtypes.kv == TILEWISE_FLOAT8_E4M3) {
+  if (float8) {
     if (const WhyNot why = why_no_float8(request, gpu)) return why;
   }
   if (forward && p.batch_invariant != 0)
@@ -79,7 +82,7 @@ WhyNot why_not(const Request& request, const Gpu& gpu) {
   if (!rows_are_aligned(request))
     return {.text =
                 "TMA needs rows that start at multiples of 16 bytes and head dims that are "
-                "multiples of 8"};
+                "multiples of 8, in float8 of 16"};
   // kMinTmaPageRows divides every key tile; a box has the largest number of rows that divides both
   // the tile and the page.
   const bool paged = p.block_table != nullptr;
@@ -154,19 +157,17 @@ void launch_persistent(const Problem& p, const Plan& plan, const ForwardParams& 
         static_cast<int32_t>(std::gcd(p.page_size, int64_t{plan.tile_k}));
   const auto map = p.block_table != nullptr ? map_of_pages : map_of_keys;
   params.k = map(p, p.k, p.head_dim, box_rows);
-  params.v = map(p, p.v, p.head_dim_v, box_rows);
-  Start start = counter != nullptr ? Start::dependent : Start::in_order;
-  if (transposed != nullptr) {
-    params.v = transposed_values(p, plan, transposed);
-    start = Start::dependent;
-  }
+  params.v = transposed != nullptr ? transposed_values(p, plan, transposed)
+                                   : map(p, p.v, p.head_dim_v, box_rows);
+  const bool follows = counter != nullptr || transposed != nullptr;
   params.num_tiles = static_cast<int32_t>(plan.stream_k.any() ? plan.stream_k.first : plan.blocks);
   params.tile_counter = counter;
   params.recompute_list = recompute_list;
   params.nan_may_leak = nan_may_leak(p);
   const int64_t sms = gpu(p.device_index).sm_count;
   const int64_t grid = plan.stream_k.any() ? sms : min(plan.blocks, sms);
-  cuda::launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params, start);
+  cuda::launch(plan.kernel_set->form(plan.form).tma_forward, grid, p.stream, params,
+               follows ? Start::dependent : Start::in_order);
 }
 
 // Launches a kernel for tile descriptors and row statistics, and one for dK, dV and the dQ sums.

@@ -271,6 +271,7 @@ class ForwardProducer {
   // Loads the values of one key tile of one head, transposed.
   TILEWISE_DEVICE void load_transposed(const VTile& to, Barrier full, const KvCoordinates& keys,
                                        int32_t tile) const {
+    static_assert(kTile.keys == TransposedValues::kTile && VTile::kPanels == 1);  // one box
     if (!ptx::elect_one()) return;
     full.expect(VTile::kBytes);
     ptx::cp_async_bulk_tensor_load(to.base, p_.v, keys.values.column + tile * kTile.keys, 0,

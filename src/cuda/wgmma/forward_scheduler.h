@@ -23,6 +23,7 @@ class ForwardScheduler {
     // That of float8 has to wait for the transposed values as well.
     if (C::kFloat8 || p_.order.table != nullptr || p_.problem.cu_seqlens_q != nullptr)
       ptx::griddepcontrol_wait();
+    if constexpr (C::kFloat8) keys_in_order_ = keys_are_in_order(p_.problem);
     index_ = tile_of(position_);
     has_rows_ = locate(shared_.work_tile(0), index_);
   }
@@ -159,7 +160,18 @@ class ForwardScheduler {
                             p_.group.quotient(work_tile.rows.first_head));
   }
 
+  // Whether no sequence begins before another one of a lower index. Sequences out of order would
+  // share tiles of transposed values (TransposedValues::first_tile).
+  TILEWISE_DEVICE static bool keys_are_in_order(const Problem& p) {
+    if (p.cu_seqlens_k == nullptr) return true;
+    bool falls = false;
+    for (int64_t b = ptx::lane_index(); b < p.batch; b += ptx::kWarpSize)
+      falls |= p.cu_seqlens_k[b + 1] < p.cu_seqlens_k[b];
+    return !ptx::any(falls);
+  }
+
   // Reports index arrays that do not fit. The consumers read `fits` only when they finish the tile.
+  // Where the keys are not in order, the sequences that do not fit are reported, and all are lost.
   TILEWISE_DEVICE void check_indices(WorkTile& work_tile) const {
     bool fits = work_tile.sequence.fits;
     Range entries;
@@ -167,9 +179,11 @@ class ForwardScheduler {
       entries = work_tile.pages(p_, C::kForward.keys);
       fits = fits && pages_fit(work_tile.sequence, entries);
     }
-    if (fits || ptx::lane_index() != 0) [[likely]]
+    const bool lost = C::kFloat8 && !keys_in_order_;
+    if ((fits && !lost) || ptx::lane_index() != 0) [[likely]]
       return;
     work_tile.sequence.fits = false;
+    if (C::kFloat8 && fits) return;
     report_sequence(p_.index_record, p_.problem, work_tile.sequence, entries);
   }
 
@@ -178,6 +192,7 @@ class ForwardScheduler {
   Position position_{0, 0};
   int32_t index_ = 0;
   bool has_rows_ = false;
+  bool keys_in_order_ = true;  // of float8
 };
 
 }  // namespace tilewise::cuda::wgmma

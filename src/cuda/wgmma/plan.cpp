@@ -103,10 +103,11 @@ int64_t largest_grid(const Request& request, const Plan& plan) {
 Plan plan_forward(const Problem& p, const KernelSet& kernel_set, const Gpu& gpu) {
   Plan plan = plan_forward_tiles(p, kernel_set, gpu);
   if (!plan.can_be_launched()) return plan;
-  const bool float8 = dtypes_of(p).q == TILEWISE_FLOAT8_E4M3;
-  if (!float8) plan.stream_k = choose_stream_k_tail(p, plan, gpu);
   // The masked form and that of float8 do not split keys (`why_no_masked_form`, `why_no_float8`).
-  if (!plan.stream_k.any() && plan.form != Form::masked && !float8) plan_key_splits(plan, p, gpu);
+  const bool float8 = dtypes_of(p).q == TILEWISE_FLOAT8_E4M3;
+  const bool may_split = plan.form != Form::masked && !float8;
+  if (may_split) plan.stream_k = choose_stream_k_tail(p, plan, gpu);
+  if (may_split && !plan.stream_k.any()) plan_key_splits(plan, p, gpu);
   plan_forward_grid(plan, p, gpu);
   if (!plan.can_be_launched()) return plan;
   // The fast path has no code for packed heads and splits: even code that a launch does not run

@@ -11,7 +11,7 @@ import torch
 
 import tilewise
 from paths import ROOT
-from tilewise import _capabilities, _check, masks
+from tilewise import _abi, _capabilities, _check, masks
 
 HEADER = ROOT / "include/tilewise/version.h"
 BOTH = pytest.mark.parametrize("kind", [lambda x: x, torch.Tensor.numpy], ids=["torch", "numpy"])
@@ -43,6 +43,9 @@ def test_max_head_dim_matches_the_library():
     assert max(row.max_head_dim for row in rows) == _check.MAX_HEAD_DIM
     for device, dtype in {(row.device, row.dtype) for row in rows}:
         largest = max(r.max_head_dim for r in rows if (r.device, r.dtype) == (device, dtype))
+        if dtype == "float8_e4m3fn":  # that of products in float8: other kernels read 16 bits
+            assert largest == 192
+            continue
         half = dtype != "float32"  # whose forward has the head dimensions of latent caches
         assert largest == (_check.MAX_HEAD_DIM if half else _check.max_head_dim(device))
     half = torch.zeros(1, dtype=torch.float16)
@@ -224,7 +227,7 @@ def test_capabilities():
     assert len(names) == len(set(names))
     for row in rows:
         assert re.fullmatch(r"[a-z0-9_.]+", row.name)
-        assert row.device in ("cpu", "cuda") and row.dtype in ("float32", "float16", "bfloat16")
+        assert row.device in ("cpu", "cuda") and row.dtype in _abi.DTYPES
         assert row.max_head_dim >= 1 and row.requires
     portable = [row for row in rows if row.name == "cpu.portable"]
     assert len(portable) == 3

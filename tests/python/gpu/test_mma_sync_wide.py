@@ -52,8 +52,10 @@ def kernel_of(case: Case) -> str:
 
 
 def needs_tensor_cores(case: Case) -> None:
-    if kernel_of(case).startswith("cuda.simt"):
+    """Skips where the plain backward has none; otherwise this case must run on them as well."""
+    if not kernel_of(case_of("full", case.dtype)).startswith("cuda.mma_sync"):
         pytest.skip("this GPU, or this build, has no such backward on tensor cores")
+    assert kernel_of(case).startswith("cuda.mma_sync"), case
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

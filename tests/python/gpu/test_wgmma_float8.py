@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import capi
 import devices
@@ -15,6 +16,7 @@ import tilewise
 import yardstick
 from bounds import LSE_LOW, check_lse, check_out
 from cases import Built, Case, run
+from index_faults import last_error
 from float8_cases import (
     check_built,
     multiplies_in_float8,
@@ -149,6 +151,22 @@ def test_scores_beyond_the_range_of_exponents_are_recomputed():
             got = run(b, backward=False)
         check_out(got.out, want, case.dtype, yard, target)
         check_lse(got.lse, want.lse, case.dtype, yard, target)
+
+
+@pytest.mark.abi
+def test_keys_out_of_order_lose_every_sequence():
+    """The tiles of their transposed values overlap, also with those of sequences that fit."""
+    b = Built(dataclasses.replace(BASE, rows=(150,) * 3, keys=(200, 180, 300), varlen_q=True,
+                                  varlen_k=True))  # fmt: skip
+    with_float8(b, factors=False, queries=True)
+    assert multiplies_in_float8(kernel_of(b)), kernel_of(b)
+    last_error()
+    assert np.isfinite(run(b, backward=False).out).all() and last_error() is None
+    b.meta["cu_seqlens_k"][1:3] = torch.tensor([400, 150])
+    got = run(b, backward=False)
+    assert np.isnan(got.out).all() and np.isnan(got.lse).all()
+    error = last_error()
+    assert error is not None and error.array.decode() == "cu_seqlens_k" and error.value == 150
 
 
 @pytest.mark.abi

@@ -29,7 +29,8 @@ import oracle
 if TYPE_CHECKING:
     from cases import Built
 
-UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
+# fp8: of products in float8, whose yardstick rounds the weights; tensor cores round the sums as well.
+UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-7}
 FP32_RELATIVE = 1e-6
 FP32_OUT_UNITS = 12.0
 FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
