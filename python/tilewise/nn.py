@@ -200,7 +200,8 @@ class MultiheadAttention(torch.nn.Module):
         embed_dim: Columns of input and output.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of num_heads; None is num_heads.
-        head_dim: Columns of a head, 1..576; on a GPU 1..512 in fp32 and for gradients; None is embed_dim / num_heads.
+        head_dim: Columns of a head, 1..576; on a GPU 1..512 in fp32 and for gradients. None is
+            embed_dim / num_heads.
         bias: Whether the projections have a bias.
         causal: Whether row i sees only rows 0..i.
         window: As in ``tilewise.attention``.

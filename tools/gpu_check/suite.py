@@ -159,7 +159,7 @@ def summary(found: Counter) -> str:
 def failures(shares: list[Share], most: int = 300) -> list[dict[str, str]]:
     """The failed tests with their messages."""
     found = [
-        {"test": test, "text": re.sub(r"/\S*/site-packages/", "", text[-700:])}
+        {"test": test, "text": re.sub(rf"/\S*/site-packages/|{ROOT}/", "", text[-700:])}
         for share in shares
         for test, (outcome, text) in share.outcomes.items()
         if outcome == "failed"

@@ -84,9 +84,7 @@ def _check_qv(q: Tensor, v: Tensor, qv: Optional[Tensor]) -> None:
         )
 
 
-def _absorb(
-    q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _absorb(q: Tensor, k: Tensor, v: Tensor, qv: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """New q and k, whose product is q . k + qv . v, and v as the first columns of this k.
 
     Kernels read keys from one tensor. In a latent cache the columns of k follow those of v, and

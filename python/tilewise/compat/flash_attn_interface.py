@@ -4,8 +4,9 @@ The options mean the same in all functions. Rows and keys are aligned bottom-rig
 if ``i + Sk - Sq - window_size[0] <= j <= i + Sk - Sq + window_size[1]``, where -1 means no limit;
 causal sets the right side to 0. With ``attention_chunk``, a row sees only keys of its own chunk.
 ``qv`` adds qv . v to q . k (then head_dim + head_dim_v may be at most 576; on a GPU 512 in fp32 and
-with gradients); it copies k and v unless the columns of k follow those of v in one tensor. The functions are differentiable,
-and so is the log-sum-exp, fp32 [B, H, Sq] or [H, T], which ``return_attn_probs`` adds.
+with gradients); it copies k and v unless the columns of k follow those of v in one tensor. The
+functions are differentiable, and so is the log-sum-exp, fp32 [B, H, Sq] or [H, T], which
+``return_attn_probs`` adds.
 
 In a forward without ``qv``, k and v may have dtype torch.float8_e4m3fn, and q fp16, bf16 or that
 dtype, which gives an out of bf16. Values of fp8 are multiplied by ``q_descale``, ``k_descale`` and

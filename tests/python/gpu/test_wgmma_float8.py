@@ -16,7 +16,6 @@ import tilewise
 import yardstick
 from bounds import LSE_LOW, check_lse, check_out
 from cases import Built, Case, run
-from index_faults import last_error
 from float8_cases import (
     check_built,
     multiplies_in_float8,
@@ -25,6 +24,7 @@ from float8_cases import (
     with_float8,
     with_needle,
 )
+from index_faults import last_error
 
 BASE = Case("bf16", rows=(150,) * 2, keys=(170,) * 2, heads_kv=2, group=1, head_dim=64,
             head_dim_v=64, window=(-1, 0))  # fmt: skip

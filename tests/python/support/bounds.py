@@ -29,7 +29,7 @@ import oracle
 if TYPE_CHECKING:
     from cases import Built
 
-# fp8: of products in float8, whose yardstick rounds the weights; tensor cores round the sums as well.
+# fp8: of products in float8. Their yardstick rounds the weights; tensor cores also round the sums.
 UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-7}
 FP32_RELATIVE = 1e-6
 FP32_OUT_UNITS = 12.0
